@@ -1,0 +1,1 @@
+//! Test support shared by the crates: never a dependency of shipped code.

@@ -1,0 +1,2 @@
+//! Developer commands of the workspace: `cargo xtask <command>`.
+fn main() {}
