@@ -1,0 +1,105 @@
+//! The interface every device implements, and the only one the runtime uses.
+
+use dynair::{BatchMeta, CacheDecl, Plan, Target, WeightDecl};
+
+use crate::buffer::{Tensor, WeightBytes};
+use crate::error::Result;
+use crate::kv::{KvGeometry, KvStorage};
+
+/// What a device is.
+#[derive(Debug, Clone)]
+pub struct DeviceInfo {
+    /// Kind as on the command line: `cpu`, `cuda`, …
+    pub kind: &'static str,
+    /// The product's name.
+    pub name: String,
+    /// The kernel table or architecture in use: `avx2`, `sm_90a`, …
+    pub isa: String,
+    /// Worker threads of a CPU device, multiprocessors of a GPU.
+    pub units: usize,
+    /// Memory in bytes that this process may use.
+    pub total_bytes: u64,
+}
+
+/// A place where plans run.
+pub trait Device: Target + Send + Sync {
+    /// What it is.
+    fn info(&self) -> &DeviceInfo;
+
+    /// Memory free for weights and caches, bytes.
+    ///
+    /// # Errors
+    /// If the driver or operating system does not say.
+    fn free_bytes(&self) -> Result<u64>;
+
+    /// Takes a weight: keeps the map (zero copy), copies, or repacks, as the device decides. Called from several
+    /// threads at once. `usage` says which ops will read it.
+    ///
+    /// # Errors
+    /// If the bytes do not fit the declaration or memory is short.
+    fn load_weight(&self, decl: &WeightDecl, bytes: &WeightBytes, usage: WeightUsage) -> Result<Tensor>;
+
+    /// Allocates the paged cache of a model.
+    ///
+    /// # Errors
+    /// If memory is short or the element type cannot hold a layer's head size.
+    fn alloc_kv(&self, caches: &[CacheDecl], geometry: &KvGeometry) -> Result<KvStorage>;
+
+    /// Binds a plan to its weights (by [`dynair::WeightId`]) and cache.
+    ///
+    /// # Errors
+    /// If a step has no kernel or scratch memory is short.
+    fn compile(&self, plan: Plan, weights: Vec<Tensor>, kv: KvStorage) -> Result<Box<dyn Executor>>;
+}
+
+/// Which kinds of op read a weight; a weight may have several uses (tied embeddings).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WeightUsage {
+    /// Right operand of a matrix product.
+    pub linear: bool,
+    /// Table of an `Embed`.
+    pub embed: bool,
+    /// Read element-wise: norms, biases, frequency factors.
+    pub vector: bool,
+}
+
+/// A step in flight.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a submitted step must be waited for"]
+pub struct Ticket(pub u64);
+
+/// Logits of a step, row-major `[R, vocab]`.
+#[derive(Debug, Clone, Default)]
+pub struct Logits {
+    /// Row-major values.
+    pub data: Vec<f32>,
+    /// Columns.
+    pub vocab: usize,
+}
+
+impl Logits {
+    /// The logits of output row `row`.
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.data[row * self.vocab..(row + 1) * self.vocab]
+    }
+
+    /// Number of output rows R.
+    pub fn rows(&self) -> usize {
+        self.data.len().checked_div(self.vocab).unwrap_or(0)
+    }
+}
+
+/// A plan bound to its weights and cache. Steps run in the order submitted.
+pub trait Executor: Send {
+    /// Starts a step; returns at once where the device is asynchronous.
+    ///
+    /// # Errors
+    /// If the batch breaks the plan's limits or names blocks that do not exist. Nothing has been done then.
+    fn submit(&mut self, batch: &BatchMeta) -> Result<Ticket>;
+
+    /// Waits for a step and gives its logits.
+    ///
+    /// # Errors
+    /// If the device failed.
+    fn wait(&mut self, ticket: Ticket, logits: &mut Logits) -> Result<()>;
+}
