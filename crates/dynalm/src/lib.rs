@@ -1,0 +1,12 @@
+//! DynaLM runtime: from a model's name to streamed tokens.
+//!
+//! Modules stand on floors and import downward only (`cargo xtask tidy` holds this):
+//! errors, settings and metrics; then formats, text, sampling and cache accounting; then sources, model families and
+//! the scheduler; then loading; then the engine; then the HTTP server; then the command line.
+#![forbid(unsafe_code)]
+
+pub mod engine;
+pub mod error;
+pub mod sample;
+
+pub use error::{Error, Result};

@@ -1,0 +1,3 @@
+//! From logits to a token.
+
+pub mod params;

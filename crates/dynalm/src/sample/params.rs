@@ -1,0 +1,54 @@
+//! What a request says about how its tokens are drawn.
+
+/// A token id.
+pub type TokenId = u32;
+
+/// Sampling of one sequence, all fields resolved: the defaults here are those of an engine without a model.
+///
+/// Order of application: penalties → bias → temperature → top-k → typical → top-p → min-p → draw.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy. In `0..=100`.
+    pub temperature: f32,
+    /// Keep the k most likely tokens; 0 keeps all.
+    pub top_k: u32,
+    /// Keep the smallest set whose probability reaches p; 1 keeps all, 0 only the most likely.
+    pub top_p: f32,
+    /// Keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
+    pub min_p: f32,
+    /// Locally typical sampling (Meister et al. 2022, arXiv:2202.00666); 1 is off.
+    pub typical_p: f32,
+    /// Divides (multiplies) positive (negative) logits of tokens seen in the window (Keskar et al. 2019); 1 is off.
+    pub repetition_penalty: f32,
+    /// Tokens of prompt and reply the repetition penalty looks back over; 0 is all of them.
+    pub repetition_window: u32,
+    /// Subtracted from the logit of each token already in the reply.
+    pub presence_penalty: f32,
+    /// Subtracted once per occurrence in the reply.
+    pub frequency_penalty: f32,
+    /// Added to the logits of these tokens.
+    pub logit_bias: Vec<(TokenId, f32)>,
+    /// Seed of the draw.
+    pub seed: u64,
+    /// `Some(n)`: report the log-probability of each token and of the n most likely.
+    pub logprobs: Option<u32>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        SamplingParams {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            typical_p: 1.0,
+            repetition_penalty: 1.0,
+            repetition_window: 64,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed: 0,
+            logprobs: None,
+        }
+    }
+}
