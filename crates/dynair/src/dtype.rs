@@ -131,7 +131,10 @@ impl DType {
 
     /// The inverse of [`DType::name`], ignoring case.
     pub fn from_name(name: &str) -> Option<DType> {
-        DType::WEIGHTS.into_iter().chain([DType::I32]).find(|t| t.name().eq_ignore_ascii_case(name))
+        DType::WEIGHTS
+            .into_iter()
+            .chain([DType::I32])
+            .find(|t| t.name().eq_ignore_ascii_case(name))
     }
 }
 

@@ -18,6 +18,7 @@ pub mod error;
 pub mod graph;
 pub mod op;
 pub mod plan;
+pub mod quant;
 pub mod ty;
 
 pub use batch::{BatchMeta, BlockId, BlockTables, SeqSpan};

@@ -190,6 +190,9 @@ impl Op {
 
     /// Whether the op only names something that exists before the step: it becomes an operand, never a step.
     pub fn is_source(&self) -> bool {
-        matches!(self, Op::Weight(_) | Op::Tokens | Op::Positions | Op::Batch | Op::Cache(_))
+        matches!(
+            self,
+            Op::Weight(_) | Op::Tokens | Op::Positions | Op::Batch | Op::Cache(_)
+        )
     }
 }

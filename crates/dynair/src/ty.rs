@@ -29,14 +29,20 @@ impl Shape {
     /// # Panics
     /// If there are none or more than three, or a symbolic dimension stands anywhere but first.
     pub fn new(dims: &[Dim]) -> Shape {
-        assert!((1..=3).contains(&dims.len()), "a shape has one to three dimensions");
+        assert!(
+            (1..=3).contains(&dims.len()),
+            "a shape has one to three dimensions"
+        );
         assert!(
             dims[1..].iter().all(|d| matches!(d, Dim::Fixed(_))),
             "only the first dimension of a shape may be symbolic"
         );
         let mut all = [Dim::Fixed(1); 3];
         all[..dims.len()].copy_from_slice(dims);
-        Shape { dims: all, rank: dims.len() as u8 }
+        Shape {
+            dims: all,
+            rank: dims.len() as u8,
+        }
     }
 
     /// The dimensions.
@@ -64,7 +70,10 @@ impl Shape {
 
     /// Product of all dimensions but the first: the elements one row of the leading dimension takes.
     pub fn row_elements(&self) -> usize {
-        self.dims()[1..].iter().map(|d| if let Dim::Fixed(n) = d { *n } else { 1 }).product()
+        self.dims()[1..]
+            .iter()
+            .map(|d| if let Dim::Fixed(n) = d { *n } else { 1 })
+            .product()
     }
 
     /// Elements in all, with the symbols bound to `tokens` and `outputs`.
@@ -119,7 +128,10 @@ pub struct TensorType {
 impl TensorType {
     /// An f32 tensor, which is what every activation is.
     pub fn f32(dims: &[Dim]) -> TensorType {
-        TensorType { dtype: DType::F32, shape: Shape::new(dims) }
+        TensorType {
+            dtype: DType::F32,
+            shape: Shape::new(dims),
+        }
     }
 }
 
