@@ -58,9 +58,11 @@ impl KvGeometry {
     /// Bytes one block of cache `decl` takes (keys and values), or `None` if `kind` cannot hold its head size.
     pub fn block_bytes(&self, decl: &CacheDecl) -> Option<usize> {
         match decl {
-            CacheDecl::Kv { num_kv_heads, head_dim, .. } => {
-                Some(2 * num_kv_heads * self.block_tokens * self.kind.bytes(*head_dim)?)
-            }
+            CacheDecl::Kv {
+                num_kv_heads,
+                head_dim,
+                ..
+            } => Some(2 * num_kv_heads * self.block_tokens * self.kind.bytes(*head_dim)?),
             CacheDecl::State { .. } => None,
         }
     }

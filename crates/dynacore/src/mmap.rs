@@ -23,14 +23,23 @@ impl MappedFile {
     /// # Errors
     /// If the file cannot be opened or mapped, or is empty.
     pub fn open(path: &Path) -> Result<MappedFile> {
-        let fail = |source| Error::Map { path: path.to_owned(), source };
+        let fail = |source| Error::Map {
+            path: path.to_owned(),
+            source,
+        };
         let file = File::open(path).map_err(fail)?;
         if file.metadata().map_err(fail)?.len() == 0 {
-            return Err(fail(std::io::Error::new(std::io::ErrorKind::UnexpectedEof, "the file is empty")));
+            return Err(fail(std::io::Error::new(
+                std::io::ErrorKind::UnexpectedEof,
+                "the file is empty",
+            )));
         }
         // SAFETY: the map is private to this process and read-only; see the module's docs on truncation by others.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(fail)?;
-        Ok(MappedFile { map, path: path.to_owned() })
+        Ok(MappedFile {
+            map,
+            path: path.to_owned(),
+        })
     }
 
     /// The mapped file's path.

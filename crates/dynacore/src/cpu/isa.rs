@@ -1,0 +1,127 @@
+//! Instruction sets: which ones there are, which this CPU has, and the cap a user may set.
+//!
+//! Owns detection and the meaning of `DYNACORE_ISA`. It does not choose kernels: see [`crate::cpu::table`].
+
+use std::fmt;
+
+use crate::error::{Error, Result};
+
+/// The environment variable that caps the instruction set: a name of [`Isa`].
+pub const ISA_VARIABLE: &str = "DYNACORE_ISA";
+
+/// An instruction set that has a kernel table, the slowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Plain Rust, whatever the compiler's target has.
+    Portable,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, VL and VNNI (and all of [`Isa::Avx2`]).
+    Avx512,
+}
+
+impl Isa {
+    /// All of them, the slowest first.
+    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+
+    /// Its name in [`ISA_VARIABLE`], plans and logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        }
+    }
+
+    /// Whether this CPU (and the operating system) has it.
+    pub fn available(self) -> bool {
+        match self {
+            Isa::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                Isa::Avx2.available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vnni")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => false,
+        }
+    }
+
+    /// The best this CPU has, or what `cap` names.
+    ///
+    /// # Errors
+    /// [`Error::Option`] if `cap` names no instruction set, or one this CPU lacks.
+    pub fn detect(cap: Option<&str>) -> Result<Isa> {
+        let have: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.available()).collect();
+        let names = || {
+            have.iter()
+                .map(|isa| format!("`{isa}`"))
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        match cap {
+            None => Ok(*have.last().expect("every CPU has the portable kernels")),
+            Some(cap) => have
+                .iter()
+                .copied()
+                .find(|isa| isa.name() == cap)
+                .ok_or_else(|| Error::Option {
+                    name: ISA_VARIABLE.into(),
+                    found: cap.into(),
+                    expected: format!("an instruction set this CPU has: {}", names()),
+                }),
+        }
+    }
+
+    /// [`Isa::detect`] with the cap from [`ISA_VARIABLE`], if it is set.
+    ///
+    /// # Errors
+    /// As [`Isa::detect`].
+    pub fn from_env() -> Result<Isa> {
+        match std::env::var_os(ISA_VARIABLE) {
+            None => Isa::detect(None),
+            Some(cap) => Isa::detect(Some(&cap.to_string_lossy())),
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cap_is_honoured_or_refused() {
+        assert_eq!(
+            Isa::detect(Some("portable")).expect("every CPU has it"),
+            Isa::Portable
+        );
+        let best = Isa::detect(None).expect("every CPU has one");
+        assert!(best.available());
+        assert_eq!(Isa::detect(Some(best.name())).expect("it was detected"), best);
+        let error = Isa::detect(Some("AVX9"))
+            .expect_err("there is no such set")
+            .to_string();
+        assert!(
+            error.contains("DYNACORE_ISA: found `AVX9`") && error.contains("`portable`"),
+            "{error}"
+        );
+        for isa in Isa::ALL.into_iter().filter(|isa| !isa.available()) {
+            assert!(Isa::detect(Some(isa.name())).is_err());
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Leaf kernels, and the two data layouts they share with [`crate::cpu::pack`] and [`crate::cpu::ops::linear`].
+//!
+//! [`lanes`] holds the matrix kernels once, over an abstract vector of 8 or 16 rows; [`avx2`] and [`avx512`] are that
+//! vector and the tables. [`portable`] is plain Rust over row-major weights.
+//!
+//! # Packed weights
+//!
+//! Sixteen output rows (a *row group*) are interleaved by 4-byte words, so that lane r of a vector is row r and no
+//! kernel needs a horizontal sum. The form is a permutation of the checkpoint's bytes and takes as much memory (rows
+//! are padded to sixteen with zeros). All of it is counted in *lines* of 64 bytes: one word of each of the 16 rows.
+//!
+//! A block of a quantised type has one or two f16 factors (the *head*: d, and m or dmin) and a *body* of words in the
+//! checkpoint's order. With two factors a block is one head line (16 d, then 16 m) and its body lines; with one, two
+//! blocks share a head line (16 d of the first, 16 d of the second) before both bodies. The fifth bits of Q5_0 and
+//! Q5_1 are permuted inside their word, see [`spread_bits`]. F32, F16 and BF16 are `[K][16]`, padded to whole lines.
+//!
+//! # Prepared activations
+//!
+//! A row is cut into groups of 32 values along K. Each group becomes one [`RECORD`]: 32 signed 15-bit codes, the scale
+//! `a = amax / 16383`, and sums of the codes. 15 bits leave an error of about 4e-5 of a group's rms, and room in 32
+//! bits for a group's whole integer sum, `32 * 16383 * 4096` at most, where 4096 bounds code times sub-block scale
+//! (Q6_K). In the codes' order each four k, k+1, k+2, k+3 stand as k, k+2, k+1, k+3: masking a word of four bytes with
+//! `00ff00ff` gives the first pair, shifting by 8 before gives the second.
+//!
+//! # The arithmetic, the same for every number of rows and every instruction set
+//!
+//! ```text
+//! acc = 0
+//! for each group of 32 along K:
+//!     i   = sum of code_w * subscale * code_x          exact, 32-bit integers
+//!     acc = fma(f32(i), D * a, acc)                    D: d, or d * scale where the sub-block is the group
+//!     acc = fma(M, s, acc)   per minimum (0, 1 or 2)   s = a * sum of the codes the minimum covers
+//! ```
+//!
+//! Float weights: `acc = fma(w, x, acc)` over k. One accumulator per output element, so an element depends on its own
+//! two rows alone: the result is the same bit for bit whatever the number of rows, the tile or the split into workers.
+
+use dynair::{DType, QuantType};
+
+pub(crate) mod portable;
+
+/// Output rows of a row group.
+pub(crate) const ROWS: usize = 16;
+
+/// Bytes of one 4-byte word of each row of a group.
+pub(crate) const LINE: usize = 4 * ROWS;
+
+/// Activations along K that share a scale.
+pub(crate) const GROUP: usize = 32;
+
+/// Bytes of a prepared group: 32 i16 codes, then the fields below.
+pub(crate) const RECORD: usize = 96;
+/// One row group of a packed weight, and the activations it meets.
+#[expect(dead_code, reason = "read by the kernels of SIMD tables")]
+pub(crate) struct GroupArgs<'a> {
+    /// The group's packed bytes: [`Geometry::group_bytes`].
+    pub(crate) weight: &'a [u8],
+    /// K.
+    pub(crate) cols: usize,
+    /// `[n, K]` activations; read by float weights.
+    pub(crate) x: &'a [f32],
+    /// `[n, K / 32]` records; read by quantised weights.
+    pub(crate) records: &'a [u8],
+}
+
+/// Multiplies a row group with all rows of activations: writes `acc[n]`, the 16 outputs of each row.
+///
+/// # Safety
+/// The CPU has the table's instruction set; `weight` is a row group of `cols` columns of the kernel's type; `x`
+/// (float types) holds at least `acc.len() * cols` values, `records` (quantised types) at least
+/// `acc.len() * cols / 32` records.
+pub(crate) type GroupFn = unsafe fn(args: &GroupArgs<'_>, acc: &mut [[f32; ROWS]]);
+
+/// Where the parts of a checkpoint's block lie, and where they go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Geometry {
+    /// Elements of a block; 1 for the float types.
+    pub(crate) block: usize,
+    /// Bytes of a block.
+    pub(crate) bytes: usize,
+    /// f16 factors of a block; 0 for the float types.
+    pub(crate) heads: usize,
+    /// Their place in the block.
+    pub(crate) head_at: usize,
+    /// Words of the body.
+    pub(crate) words: usize,
+    /// Its place in the block.
+    pub(crate) body_at: usize,
+    /// Whether the body's first word is permuted by [`spread_bits`].
+    pub(crate) spread: bool,
+}
+
+impl Geometry {
+    /// The geometry of a weight type.
+    pub(crate) const fn of(dtype: DType) -> Geometry {
+        let (block, bytes) = dtype.block();
+        let (heads, head_at, body_at) = match dtype {
+            DType::F32 | DType::F16 | DType::Bf16 | DType::I32 => (0, 0, 0),
+            DType::Quant(q) => match q {
+                QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 => (1, 0, 2),
+                QuantType::Q4_1 | QuantType::Q5_1 | QuantType::Q4K | QuantType::Q5K => (2, 0, 4),
+                QuantType::Q2K => (2, 80, 0),
+                QuantType::Q3K => (1, 108, 0),
+                QuantType::Q6K => (1, 208, 0),
+            },
+        };
+        let spread = matches!(dtype, DType::Quant(QuantType::Q5_0 | QuantType::Q5_1));
+        Geometry {
+            block,
+            bytes,
+            heads,
+            head_at,
+            words: (bytes - 2 * heads) / 4,
+            body_at,
+            spread,
+        }
+    }
+
+    /// Packed bytes of a row group of `cols` columns.
+    pub(crate) const fn group_bytes(&self, cols: usize) -> usize {
+        let blocks = cols / self.block;
+        match self.heads {
+            0 => (blocks * self.bytes * ROWS).next_multiple_of(LINE),
+            1 => (blocks * self.words + blocks.div_ceil(2)) * LINE,
+            _ => blocks * (self.words + 1) * LINE,
+        }
+    }
+
+    /// Bytes from a row group's start to the 16 first factors of block `b` (the second ones follow).
+    #[inline(always)]
+    pub(crate) const fn head(&self, b: usize) -> usize {
+        match self.heads {
+            1 => b / 2 * (2 * self.words + 1) * LINE + (b & 1) * (LINE / 2),
+            _ => b * (self.words + 1) * LINE,
+        }
+    }
+
+    /// Bytes from a row group's start to the body of block `b`.
+    #[inline(always)]
+    pub(crate) const fn body(&self, b: usize) -> usize {
+        match self.heads {
+            1 => (b / 2 * (2 * self.words + 1) + 1 + (b & 1) * self.words) * LINE,
+            _ => (b * (self.words + 1) + 1) * LINE,
+        }
+    }
+}
+
+/// Moves bit k of a block's fifth bits to where the kernels want it: the pairs (k, k + 2) of elements are numbered
+/// p = 0..16 in the order of the activation codes; the bit of the first goes to p, that of the second to 16 + p.
+pub(crate) const fn spread_bits(bits: u32) -> u32 {
+    let mut out = 0;
+    let mut p = 0;
+    while p < 16 {
+        let k = p / 2 * 4 + p % 2;
+        out |= (bits >> k & 1) << p | (bits >> (k + 2) & 1) << (16 + p);
+        p += 1;
+    }
+    out
+}
+
+/// The inverse of [`spread_bits`].
+pub(crate) const fn gather_bits(bits: u32) -> u32 {
+    let mut out = 0;
+    let mut p = 0;
+    while p < 16 {
+        let k = p / 2 * 4 + p % 2;
+        out |= (bits >> p & 1) << k | (bits >> (16 + p) & 1) << (k + 2);
+        p += 1;
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packed_weights_take_the_memory_of_the_checkpoint() {
+        for dtype in DType::WEIGHTS {
+            let geometry = Geometry::of(dtype);
+            let row = dtype.row_bytes(1536).expect("a whole number of blocks");
+            assert_eq!(geometry.group_bytes(1536), ROWS * row, "{dtype}");
+            if geometry.heads > 0 {
+                assert_eq!(geometry.words * 4 + geometry.heads * 2, geometry.bytes, "{dtype}");
+            }
+        }
+    }
+
+    #[test]
+    fn bits_come_back() {
+        for i in 0..32 {
+            let bits = 1 << i;
+            assert_eq!(spread_bits(bits).count_ones(), 1);
+            assert_eq!(gather_bits(spread_bits(bits)), bits);
+        }
+        assert_eq!(spread_bits(0b1101), 1 | 1 << 16 | 1 << 17);
+    }
+}

@@ -1,0 +1,3 @@
+//! Drivers of the ops: safe code that splits work and calls the kernel table.
+
+pub mod linear;
