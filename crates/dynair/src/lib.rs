@@ -13,18 +13,27 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
+pub mod builder;
 pub mod dtype;
 pub mod error;
+pub mod eval;
+pub mod fuse;
 pub mod graph;
+pub mod infer;
 pub mod op;
 pub mod plan;
 pub mod quant;
+#[cfg(test)]
+mod testing;
+pub mod text;
 pub mod ty;
+pub mod verify;
 
 pub use batch::{BatchMeta, BlockId, BlockTables, SeqSpan};
+pub use builder::{GraphBuilder, TensorIndex};
 pub use dtype::{DType, QuantType};
 pub use error::{Error, Result};
 pub use graph::{CacheDecl, CacheId, Graph, Node, NodeId, ValueId, WeightDecl, WeightId};
 pub use op::{Activation, AttnSpec, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle};
-pub use plan::{Limits, Operand, Plan, Step, Target};
+pub use plan::{Limits, Operand, Plan, Step, Target, plan};
 pub use ty::{Dim, Shape, TensorType, ValueType};

@@ -133,6 +133,20 @@ impl TensorType {
             shape: Shape::new(dims),
         }
     }
+
+    /// Bytes the tensor takes, row-major, with the symbols bound; `None` if a row is no whole number of blocks or the
+    /// number overflows. A vector is one row.
+    pub fn bytes(&self, tokens: usize, outputs: usize) -> Option<usize> {
+        let cols = match self.shape.dims() {
+            [Dim::Fixed(n)] => return self.dtype.row_bytes(*n),
+            _ => self.shape.cols(),
+        };
+        let mut rows = 1usize;
+        for d in &self.shape.dims()[..(self.shape.rank() - 1).max(1)] {
+            rows = rows.checked_mul(d.bind(tokens, outputs))?;
+        }
+        rows.checked_mul(self.dtype.row_bytes(cols)?)
+    }
 }
 
 impl fmt::Display for TensorType {
