@@ -10,27 +10,36 @@
 //! Sums run in `f64`: they cannot overflow for finite `f32` and need no care about their order.
 
 /// Relative steps of the starting scales: from a range a fifth wider than the values' to one a third narrower, which
-/// clips the outermost. With few codes clipping pays (three codes each side: the best range of a normal sample is about 0.8 of its own).
+/// clips the outermost. With few codes clipping pays (three codes each side: the best range of a normal sample is
+/// about 0.8 of its own).
 fn fan() -> impl Iterator<Item = f64> {
     (-6i32..=16).map(|k| 1.0 + f64::from(k) / 32.0)
 }
 
-/// Nearest code, within `low..=high`.
-pub(super) fn code(value: f64, low: i32, high: i32) -> i32 {
-    // A NaN (0 / 0) becomes code 0 by the rules of `as`, which every range here contains.
-    (value.round_ties_even() as i32).clamp(low, high)
+/// Nearest code within `low..=high`, of two halves the even one; as a float, so that the searches stay in vector
+/// registers.
+pub(super) fn code(value: f64, low: f64, high: f64) -> f64 {
+    // Adding and subtracting 1.5 * 2^52 leaves no room for a fraction: the sum is rounded to an integer, ties to even.
+    // (`round_ties_even` is a call into the C library where the target has no instruction for it.)
+    const NO_FRACTION: f64 = 6_755_399_441_055_744.0;
+    let value = if value > low { value } else { low };
+    let value = if value < high { value } else { high };
+    (value + NO_FRACTION) - NO_FRACTION
 }
 
-/// Sum of squares of `x - (scale * q - min)` with the best codes in `low..=high`.
-pub(super) fn error(x: &[f32], scale: f64, min: f64, low: i32, high: i32) -> f64 {
+/// Sum of squares of `x - (scale * q - min)` with the best codes in `low..=high`; `x` is a multiple of four long.
+pub(super) fn error(x: &[f32], scale: f64, min: f64, low: f64, high: f64) -> f64 {
     let inverse = inverse(scale);
-    x.iter()
-        .map(|&v| {
-            let q = code((f64::from(v) + min) * inverse, low, high);
-            let e = f64::from(v) - (scale * f64::from(q) - min);
-            e * e
-        })
-        .sum()
+    // Four sums, so that additions need not wait for each other.
+    let mut sums = [0.0; 4];
+    for x in x.as_chunks::<4>().0 {
+        for (sum, &v) in sums.iter_mut().zip(x) {
+            let v = f64::from(v);
+            let e = v + min - scale * code((v + min) * inverse, low, high);
+            *sum += e * e;
+        }
+    }
+    (sums[0] + sums[1]) + (sums[2] + sums[3])
 }
 
 /// `1 / scale`, or zero for a zero scale.
@@ -39,8 +48,8 @@ pub(super) fn inverse(scale: f64) -> f64 {
 }
 
 /// The `scale` (of either sign) with which `scale * q`, `q` in `low..=-low - 1`, is nearest to `x`.
-pub(super) fn symmetric(x: &[f32], low: i32) -> f64 {
-    let high = -low - 1;
+pub(super) fn symmetric(x: &[f32], low: f64) -> f64 {
+    let high = -low - 1.0;
     let peak = x.iter().fold(0.0f64, |best, &v| {
         if f64::from(v).abs() > best.abs() {
             v.into()
@@ -52,13 +61,13 @@ pub(super) fn symmetric(x: &[f32], low: i32) -> f64 {
         return 0.0;
     }
     // The element of largest magnitude gets the lowest code: there is one more below zero than above.
-    let cover = peak / f64::from(low);
+    let cover = peak / low;
     let mut best = (error(x, cover, 0.0, low, high), cover);
     for factor in fan() {
         let inverse = factor / cover;
         let (mut xq, mut qq) = (0.0, 0.0);
         for &v in x {
-            let q = f64::from(code(f64::from(v) * inverse, low, high));
+            let q = code(f64::from(v) * inverse, low, high);
             xq += f64::from(v) * q;
             qq += q * q;
         }
@@ -75,15 +84,15 @@ pub(super) fn symmetric(x: &[f32], low: i32) -> f64 {
 }
 
 /// The `(scale, min)`, both at least zero, with which `scale * q - min`, `q` in `0..=high`, is nearest to `x`.
-pub(super) fn affine(x: &[f32], high: i32) -> (f64, f64) {
+pub(super) fn affine(x: &[f32], high: f64) -> (f64, f64) {
     // The format subtracts a minimum that is not negative: a sub-block above zero starts at zero.
     let lowest = x.iter().fold(0.0f64, |best, &v| best.min(v.into()));
     let highest = x.iter().fold(f64::from(x[0]), |best, &v| best.max(v.into()));
-    let cover = (highest - lowest) / f64::from(high);
+    let cover = (highest - lowest) / high;
     if cover == 0.0 {
         return (0.0, -lowest);
     }
-    let mut best = (error(x, cover, -lowest, 0, high), cover, -lowest);
+    let mut best = (error(x, cover, -lowest, 0.0, high), cover, -lowest);
     let n = x.len() as f64;
     for factor in fan() {
         let inverse = factor / cover;
@@ -92,7 +101,7 @@ pub(super) fn affine(x: &[f32], high: i32) -> (f64, f64) {
             let v = f64::from(v);
             // Clip both ends alike.
             let centre = (lowest + highest) / 2.0;
-            let q = f64::from(code((v - centre) * inverse + f64::from(high) / 2.0, 0, high));
+            let q = code((v - centre) * inverse + high / 2.0, 0.0, high);
             sx += v;
             sq += q;
             sxq += v * q;
@@ -110,7 +119,7 @@ pub(super) fn affine(x: &[f32], high: i32) -> (f64, f64) {
         if scale < 0.0 {
             continue;
         }
-        let e = error(x, scale, min, 0, high);
+        let e = error(x, scale, min, 0.0, high);
         if e < best.0 {
             best = (e, scale, min);
         }

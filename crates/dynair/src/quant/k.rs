@@ -69,7 +69,7 @@ pub fn scales_q3_k(packed: &[u8; 12]) -> [i8; 16] {
     })
 }
 
-fn pack_scales_q3_k(scales: &[i32; 16]) -> [u8; 12] {
+fn pack_scales_q3_k(scales: &[i8; 16]) -> [u8; 12] {
     let mut packed = [0u8; 12];
     for (i, &scale) in scales.iter().enumerate() {
         let stored = (scale + 32) as u8;
@@ -96,13 +96,12 @@ pub fn scales_mins_q4_k(packed: &[u8; 12]) -> ([u8; 8], [u8; 8]) {
     (scales, mins)
 }
 
-fn pack_scales_mins_q4_k(scales: &[i32; 8], mins: &[i32; 8]) -> [u8; 12] {
+fn pack_scales_mins_q4_k(scales: &[u8; 8], mins: &[u8; 8]) -> [u8; 12] {
     let mut packed = [0u8; 12];
     for i in 0..4 {
-        let (s, m) = (scales[i] as u8, mins[i] as u8);
-        let (upper_s, upper_m) = (scales[4 + i] as u8, mins[4 + i] as u8);
-        packed[i] = s | (upper_s >> 4) << 6;
-        packed[4 + i] = m | (upper_m >> 4) << 6;
+        let (upper_s, upper_m) = (scales[4 + i], mins[4 + i]);
+        packed[i] = scales[i] | (upper_s >> 4) << 6;
+        packed[4 + i] = mins[i] | (upper_m >> 4) << 6;
         packed[8 + i] = upper_s & 15 | (upper_m & 15) << 4;
     }
     packed
@@ -195,9 +194,9 @@ fn decode_symmetric(d: f32, scales: [i8; 16], offset: i8, codes: &[u8; BLOCK], o
 
 pub(super) fn encode_q2_k(x: &[f32; BLOCK]) -> Result<[u8; 84], ScaleOverflow> {
     let mut block = [0; 84];
-    let fit = Affine::<16>::of(x, 3, 15, &mut block, 80)?;
+    let fit = Affine::<16>::of(x, 3.0, 15.0, &mut block, 80)?;
     for (i, byte) in block[..16].iter_mut().enumerate() {
-        *byte = fit.scales[i] as u8 | (fit.mins[i] as u8) << 4;
+        *byte = fit.scales[i] | fit.mins[i] << 4;
     }
     pack::<2, 32>(&fit.codes, 0, &mut block[16..80]);
     Ok(block)
@@ -205,7 +204,7 @@ pub(super) fn encode_q2_k(x: &[f32; BLOCK]) -> Result<[u8; 84], ScaleOverflow> {
 
 pub(super) fn encode_q3_k(x: &[f32; BLOCK]) -> Result<[u8; 110], ScaleOverflow> {
     let mut block = [0; 110];
-    let fit = Symmetric::of(x, -4, -32, &mut block, 108)?;
+    let fit = Symmetric::of(x, -4.0, -32.0, &mut block, 108)?;
     block[96..108].copy_from_slice(&pack_scales_q3_k(&fit.scales));
     pack::<2, 32>(&fit.codes, 0, &mut block[32..96]);
     pack::<1, 32>(&fit.codes, 2, &mut block[..32]);
@@ -214,7 +213,7 @@ pub(super) fn encode_q3_k(x: &[f32; BLOCK]) -> Result<[u8; 110], ScaleOverflow> 
 
 pub(super) fn encode_q4_k(x: &[f32; BLOCK]) -> Result<[u8; 144], ScaleOverflow> {
     let mut block = [0; 144];
-    let fit = Affine::<8>::of(x, 15, 63, &mut block, 0)?;
+    let fit = Affine::<8>::of(x, 15.0, 63.0, &mut block, 0)?;
     block[4..16].copy_from_slice(&pack_scales_mins_q4_k(&fit.scales, &fit.mins));
     pack::<4, 32>(&fit.codes, 0, &mut block[16..]);
     Ok(block)
@@ -222,7 +221,7 @@ pub(super) fn encode_q4_k(x: &[f32; BLOCK]) -> Result<[u8; 144], ScaleOverflow> 
 
 pub(super) fn encode_q5_k(x: &[f32; BLOCK]) -> Result<[u8; 176], ScaleOverflow> {
     let mut block = [0; 176];
-    let fit = Affine::<8>::of(x, 31, 63, &mut block, 0)?;
+    let fit = Affine::<8>::of(x, 31.0, 63.0, &mut block, 0)?;
     block[4..16].copy_from_slice(&pack_scales_mins_q4_k(&fit.scales, &fit.mins));
     pack::<1, 32>(&fit.codes, 4, &mut block[16..48]);
     pack::<4, 32>(&fit.codes, 0, &mut block[48..]);
@@ -231,9 +230,9 @@ pub(super) fn encode_q5_k(x: &[f32; BLOCK]) -> Result<[u8; 176], ScaleOverflow> 
 
 pub(super) fn encode_q6_k(x: &[f32; BLOCK]) -> Result<[u8; 210], ScaleOverflow> {
     let mut block = [0; 210];
-    let fit = Symmetric::of(x, -32, -128, &mut block, 208)?;
+    let fit = Symmetric::of(x, -32.0, -128.0, &mut block, 208)?;
     for (byte, scale) in block[192..208].iter_mut().zip(fit.scales) {
-        *byte = scale as i8 as u8;
+        *byte = scale as u8;
     }
     pack::<4, 64>(&fit.codes, 0, &mut block[..128]);
     pack::<2, 32>(&fit.codes, 4, &mut block[128..192]);
@@ -242,8 +241,8 @@ pub(super) fn encode_q6_k(x: &[f32; BLOCK]) -> Result<[u8; 210], ScaleOverflow> 
 
 /// A block as integers of an affine type: `d * scale * code - dmin * min`.
 struct Affine<const SUB: usize> {
-    scales: [i32; SUB],
-    mins: [i32; SUB],
+    scales: [u8; SUB],
+    mins: [u8; SUB],
     codes: [u8; BLOCK],
 }
 
@@ -251,14 +250,14 @@ impl<const SUB: usize> Affine<SUB> {
     /// Codes up to `high`, scales and minima up to `most`; `d` and `dmin` are written to `block` at `at`.
     fn of(
         x: &[f32; BLOCK],
-        high: i32,
-        most: i32,
+        high: f64,
+        most: f64,
         block: &mut [u8],
         at: usize,
     ) -> Result<Self, ScaleOverflow> {
         let n = BLOCK / SUB;
         let fits: [(f64, f64); SUB] = std::array::from_fn(|i| fit::affine(&x[i * n..][..n], high));
-        let largest = |f: fn(&(f64, f64)) -> f64| fits.iter().map(f).fold(0.0, f64::max) / f64::from(most);
+        let largest = |f: fn(&(f64, f64)) -> f64| fits.iter().map(f).fold(0.0, f64::max) / most;
         let d = f64::from(put_f16(block, at, largest(|f| f.0) as f32)?);
         let dmin = f64::from(put_f16(block, at + 2, largest(|f| f.1) as f32)?);
 
@@ -268,21 +267,21 @@ impl<const SUB: usize> Affine<SUB> {
             codes: [0; BLOCK],
         };
         for (i, (x, codes)) in x.chunks_exact(n).zip(out.codes.chunks_exact_mut(n)).enumerate() {
-            let scale = fit::code(fits[i].0 * fit::inverse(d), 0, most);
-            let min = fit::code(fits[i].1 * fit::inverse(dmin), 0, most);
+            let scale = fit::code(fits[i].0 * fit::inverse(d), 0.0, most);
+            let min = fit::code(fits[i].1 * fit::inverse(dmin), 0.0, most);
             let mut best = f64::INFINITY;
-            for scale in near(scale, 0, most) {
-                for min in near(min, 0, most) {
-                    let e = fit::error(x, d * f64::from(scale), dmin * f64::from(min), 0, high);
+            for scale in near(scale, 0.0, most) {
+                for min in near(min, 0.0, most) {
+                    let e = fit::error(x, d * scale, dmin * min, 0.0, high);
                     if e < best {
-                        (best, out.scales[i], out.mins[i]) = (e, scale, min);
+                        (best, out.scales[i], out.mins[i]) = (e, scale as u8, min as u8);
                     }
                 }
             }
             let inverse = fit::inverse(d * f64::from(out.scales[i]));
             let min = dmin * f64::from(out.mins[i]);
             for (c, &v) in codes.iter_mut().zip(x) {
-                *c = fit::code((f64::from(v) + min) * inverse, 0, high) as u8;
+                *c = fit::code((f64::from(v) + min) * inverse, 0.0, high) as u8;
             }
         }
         Ok(out)
@@ -291,7 +290,7 @@ impl<const SUB: usize> Affine<SUB> {
 
 /// A block as integers of a symmetric type: `d * scale * (code + low)`; `codes` are stored, from zero.
 struct Symmetric {
-    scales: [i32; 16],
+    scales: [i8; 16],
     codes: [u8; BLOCK],
 }
 
@@ -299,8 +298,8 @@ impl Symmetric {
     /// Values from `low` to `-low - 1`, scales from `least` to `-least - 1`; `d` is written to `block` at `at`.
     fn of(
         x: &[f32; BLOCK],
-        low: i32,
-        least: i32,
+        low: f64,
+        least: f64,
         block: &mut [u8],
         at: usize,
     ) -> Result<Self, ScaleOverflow> {
@@ -308,7 +307,7 @@ impl Symmetric {
         let peak = fits
             .iter()
             .fold(0.0f64, |best, &s| if s.abs() > best.abs() { s } else { best });
-        let d = f64::from(put_f16(block, at, (peak / f64::from(least)) as f32)?);
+        let d = f64::from(put_f16(block, at, (peak / least) as f32)?);
 
         let mut out = Symmetric {
             scales: [0; 16],
@@ -317,18 +316,18 @@ impl Symmetric {
         for (i, (x, codes)) in x.chunks_exact(16).zip(out.codes.chunks_exact_mut(16)).enumerate() {
             let mut best = f64::INFINITY;
             for scale in near(
-                fit::code(fits[i] * fit::inverse(d), least, -least - 1),
+                fit::code(fits[i] * fit::inverse(d), least, -least - 1.0),
                 least,
-                -least - 1,
+                -least - 1.0,
             ) {
-                let e = fit::error(x, d * f64::from(scale), 0.0, low, -low - 1);
+                let e = fit::error(x, d * scale, 0.0, low, -low - 1.0);
                 if e < best {
-                    (best, out.scales[i]) = (e, scale);
+                    (best, out.scales[i]) = (e, scale as i8);
                 }
             }
             let inverse = fit::inverse(d * f64::from(out.scales[i]));
             for (c, &v) in codes.iter_mut().zip(x) {
-                *c = (fit::code(f64::from(v) * inverse, low, -low - 1) - low) as u8;
+                *c = (fit::code(f64::from(v) * inverse, low, -low - 1.0) - low) as u8;
             }
         }
         Ok(out)
@@ -336,8 +335,8 @@ impl Symmetric {
 }
 
 /// The integer itself first, so that it wins a tie, then its neighbours.
-fn near(n: i32, least: i32, most: i32) -> impl Iterator<Item = i32> {
-    [n, n - 1, n + 1]
+fn near(n: f64, least: f64, most: f64) -> impl Iterator<Item = f64> {
+    [n, n - 1.0, n + 1.0]
         .into_iter()
         .filter(move |i| (least..=most).contains(i))
 }
