@@ -12,8 +12,8 @@ const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 const UNUSED: i32 = 5;
 
-/// What merges are learned from: common English words and a little code, so that tests and prompts tokenise into pieces of
-/// several letters.
+/// What merges are learned from: common English words and a little code, so that tests and prompts tokenise into
+/// pieces of several letters.
 const TEXT: &str = "the quick brown fox jumps over the lazy dog and then the dog runs after the fox in the forest \
     a language model reads a prompt and writes one token after another until it has said what there is to say \
     how many tokens are there in this line and where do they come from nobody knows but the reader can count them \
@@ -27,7 +27,8 @@ const SPECIALS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
 
 /// The built-in chat template, ChatML with no default system message.
 pub const CHAT_TEMPLATE: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + \
-    message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
+    message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\
+    {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
 /// The tokenizer of a checkpoint, as metadata.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,7 +1,7 @@
 //! Which tensor of a checkpoint gets which type.
 //!
-//! A plain type applies to every matrix. A mix, as published files are made, gives more bits to the tensors whose errors
-//! hurt most: the output projection, the values, and the FFN down projection of some layers. The rules are those by
+//! A plain type applies to every matrix. A mix, as published files are made, gives more bits to the tensors whose
+//! errors hurt most: the output projection, the values, and the FFN down projection of some layers. The rules are those by
 //! which llama.cpp's quantiser makes files of the same names.
 
 use dynair::{DType, QuantType};

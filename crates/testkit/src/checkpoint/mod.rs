@@ -6,8 +6,8 @@
 //!
 //! # Weights
 //!
-//! Normal numbers, with deviations that keep a forward pass sane whatever the dimensions: projections give outputs of deviation
-//! one (`1 / sqrt(columns)`); what the branches add to the residual stream outweighs the embedding, so that the
+//! Normal numbers, with deviations that keep a forward pass sane whatever the dimensions: projections give outputs of
+//! deviation one (`1 / sqrt(columns)`); what the branches add to the residual stream outweighs the embedding, so that the
 //! context and not the last token decides; logits have a deviation of about 2.5. Norm weights and biases vary from
 //! element to element, so that a forward pass that forgets one is seen to be wrong.
 //!

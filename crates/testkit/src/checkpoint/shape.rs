@@ -109,8 +109,8 @@ const GEMMA3: ModelShape = ModelShape {
     window_tokens: Some(512),
     ..GEMMA2
 };
-/// Dimensions all tiny shapes start from: sizes that differ from each other, so that a swapped pair shows, and rows of whole
-/// blocks of every type.
+/// Dimensions all tiny shapes start from: sizes that differ from each other, so that a swapped pair shows, and rows of
+/// whole blocks of every type.
 const TINY: ModelShape = ModelShape {
     layers: 2,
     hidden_size: 256,
