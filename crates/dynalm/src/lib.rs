@@ -7,6 +7,8 @@
 
 pub mod engine;
 pub mod error;
+pub mod kv;
 pub mod sample;
+pub mod sched;
 
 pub use error::{Error, Result};

@@ -2,4 +2,5 @@
 
 pub mod checkpoint;
 pub mod random;
+pub mod scripted;
 pub mod vocab;
