@@ -68,6 +68,11 @@ impl KernelTable {
         }
         Ok(match isa {
             Isa::Portable => &PORTABLE,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &super::kernels::avx2::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &super::kernels::avx512::TABLE,
+            #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 => &PORTABLE,
         })
     }

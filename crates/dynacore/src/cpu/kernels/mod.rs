@@ -37,6 +37,12 @@
 
 use dynair::{DType, QuantType};
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod lanes;
 pub(crate) mod portable;
 
 /// Output rows of a row group.
@@ -48,10 +54,23 @@ pub(crate) const LINE: usize = 4 * ROWS;
 /// Activations along K that share a scale.
 pub(crate) const GROUP: usize = 32;
 
+/// The largest code of an activation.
+pub(crate) const CODE_MAX: f32 = 16383.0;
+
 /// Bytes of a prepared group: 32 i16 codes, then the fields below.
 pub(crate) const RECORD: usize = 96;
+/// f32: the scale a.
+pub(crate) const AT_SCALE: usize = 64;
+/// f32: a times the sum of all codes.
+pub(crate) const AT_SUM: usize = 68;
+/// Two f32: a times the sum of the first and of the second 16 codes.
+pub(crate) const AT_HALF_SUMS: usize = 72;
+/// i32: the sum of all codes.
+pub(crate) const AT_CODE_SUM: usize = 80;
+/// Two i32: the sums of the first and of the second 16 codes.
+pub(crate) const AT_HALF_CODE_SUMS: usize = 84;
+
 /// One row group of a packed weight, and the activations it meets.
-#[expect(dead_code, reason = "read by the kernels of SIMD tables")]
 pub(crate) struct GroupArgs<'a> {
     /// The group's packed bytes: [`Geometry::group_bytes`].
     pub(crate) weight: &'a [u8],

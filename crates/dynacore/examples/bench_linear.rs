@@ -1,0 +1,198 @@
+//! Times the linear kernels next to a streaming read in the same process.
+//!
+//! `cargo run --release -p dynacore --example bench_linear -- [threads=1,2] [types=Q4_K,F16] [rows=1,4,512]
+//! [k=2048] [isa=avx2]`
+//!
+//! For each type, several matrices `[4096, k]` of random weights, together far larger than the caches, are multiplied
+//! one after another with the given numbers of rows of activations. Printed are the weights' bytes per second (and
+//! their share of a streaming read by as many threads) and multiply-adds per second.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use dynacore::WeightBytes;
+use dynacore::cpu::isa::Isa;
+use dynacore::cpu::ops::linear::{prepare, run, scratch_bytes};
+use dynacore::cpu::pack::{PackedLinear, pack};
+use dynacore::cpu::table::KernelTable;
+use dynair::{DType, WeightDecl};
+
+/// Output rows of a matrix.
+const ROWS: usize = 4096;
+/// Bytes of weights that one pass reads.
+const PASS_BYTES: usize = 192 << 20;
+
+fn main() {
+    let mut threads = vec![1, 2];
+    let mut types: Vec<DType> = DType::WEIGHTS.to_vec();
+    let mut rows = vec![1, 2, 4, 8, 16, 512];
+    let mut cols = 2048;
+    let mut isa = Isa::from_env().expect("the cap names an instruction set this CPU has");
+    for arg in std::env::args().skip(1) {
+        let (name, value) = arg.split_once('=').unwrap_or((&arg, ""));
+        let numbers = || {
+            value
+                .split(',')
+                .map(|v| v.parse().expect("a list of numbers"))
+                .collect::<Vec<usize>>()
+        };
+        match name {
+            "threads" => threads = numbers(),
+            "rows" => rows = numbers(),
+            "k" => cols = numbers()[0],
+            "isa" => isa = Isa::detect(Some(value)).expect("an instruction set this CPU has"),
+            "types" => {
+                types = value
+                    .split(',')
+                    .map(|t| DType::from_name(t).expect("a weight type"))
+                    .collect();
+            }
+            _ => panic!("{arg}: expected threads=, types=, rows=, k= or isa="),
+        }
+    }
+    let table = KernelTable::of(isa).expect("it was detected");
+    println!("{isa}, matrices [{ROWS}, {cols}]; GB/s of weights (share of a streaming read), GMAC/s");
+    let stream: Vec<u64> = (0..PASS_BYTES as u64 / 8).collect();
+    for dtype in types {
+        let weights = matrices(table, dtype, cols);
+        for &threads in &threads {
+            print!("{dtype:>5} {threads}t");
+            for &n in &rows {
+                let read = streaming(&stream, threads);
+                let (bytes, macs) = time(table, &weights, n, threads);
+                print!(
+                    "  {n:>3}: {bytes:5.2} ({:3.0} %) {macs:5.1}",
+                    100.0 * bytes / read
+                );
+            }
+            println!();
+        }
+    }
+}
+
+fn matrices(table: &KernelTable, dtype: DType, cols: usize) -> Vec<PackedLinear> {
+    let bytes = dtype.row_bytes(cols).expect("k is a whole number of blocks") * ROWS;
+    let mut state = 1u64;
+    // Codes are random; factors too, but small bit patterns of f16 are finite.
+    let data: Arc<[u8]> = (0..bytes)
+        .map(|_| {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 58) as u8
+        })
+        .collect();
+    let decl = WeightDecl {
+        name: "w".into(),
+        dtype,
+        first_row: 0,
+        rows: ROWS,
+        cols,
+    };
+    let start = Instant::now();
+    let weights: Vec<_> = (0..PASS_BYTES.div_ceil(bytes))
+        .map(|_| {
+            pack(table, &decl, &WeightBytes::Owned(data.clone())).expect("the bytes fit the declaration")
+        })
+        .collect();
+    let packed = weights.len() * bytes;
+    println!(
+        "{dtype:>5} packed at {:.2} GB/s",
+        packed as f64 / start.elapsed().as_secs_f64() / 1e9
+    );
+    weights
+}
+
+/// Runs `job(worker)` on each thread and gives the seconds until the last ended; the threads start together.
+fn together(threads: usize, job: impl Fn(usize) + Sync) -> f64 {
+    let ready = AtomicUsize::new(0);
+    let times = Mutex::new(Vec::new());
+    std::thread::scope(|s| {
+        for worker in 0..threads {
+            let (ready, times, job) = (&ready, &times, &job);
+            s.spawn(move || {
+                ready.fetch_add(1, Ordering::SeqCst);
+                while ready.load(Ordering::SeqCst) < threads {
+                    std::hint::spin_loop();
+                }
+                let start = Instant::now();
+                job(worker);
+                times
+                    .lock()
+                    .expect("no thread panics while it holds the lock")
+                    .push(start.elapsed().as_secs_f64());
+            });
+        }
+    });
+    times
+        .into_inner()
+        .expect("all threads have ended")
+        .into_iter()
+        .fold(0.0, f64::max)
+}
+
+/// The median of some runs.
+fn median(runs: usize, mut run: impl FnMut() -> f64) -> f64 {
+    let mut times: Vec<f64> = (0..runs).map(|_| run()).collect();
+    times.sort_by(f64::total_cmp);
+    times[runs / 2]
+}
+
+/// GB/s of a plain sum.
+fn streaming(data: &[u64], threads: usize) -> f64 {
+    let each = data.len() / threads;
+    let seconds = median(3, || {
+        together(threads, |worker| {
+            let part = &data[worker * each..(worker + 1) * each];
+            std::hint::black_box(part.iter().fold(0u64, |a, b| a.wrapping_add(*b)));
+        })
+    });
+    (threads * each * 8) as f64 / seconds / 1e9
+}
+
+/// GB/s of weights and GMAC/s with `n` rows.
+fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize) -> (f64, f64) {
+    let cols = weights[0].cols();
+    let x: Vec<f32> = (0..n * cols)
+        .map(|i| ((i * 37 % 1000) as f32 - 500.0) * 0.002)
+        .collect();
+    let mut scratch = vec![0; n * scratch_bytes(table, cols)];
+    prepare(table, &x, cols, &mut scratch);
+    // As many matrices as take some hundred milliseconds.
+    let count = if n >= 64 {
+        (1 + 1024 / n).min(weights.len())
+    } else {
+        weights.len()
+    };
+    let weights = &weights[..count];
+    let each = ROWS / threads / 16 * 16;
+    let seconds = median(if n >= 64 { 3 } else { 5 }, || {
+        together(threads, |worker| {
+            let mut out = vec![0.0f32; n * each];
+            for w in weights {
+                let first = worker * each;
+                run(
+                    table,
+                    w,
+                    None,
+                    &x,
+                    &scratch,
+                    first..first + each,
+                    |row, column, values| {
+                        out[row * each + column - first..][..values.len()].copy_from_slice(values);
+                    },
+                );
+            }
+            std::hint::black_box(out);
+        })
+    });
+    let bytes: usize = weights
+        .iter()
+        .map(|w| w.dtype().row_bytes(cols).expect("whole blocks") * threads * each)
+        .sum();
+    (
+        bytes as f64 / seconds / 1e9,
+        (count * n * cols * threads * each) as f64 / seconds / 1e9,
+    )
+}

@@ -1,0 +1,80 @@
+//! AVX2, FMA and F16C: eight rows to a vector, two vectors to a row group.
+//!
+//! Products of 16-bit pairs are `vpmaddwd` and an addition. A tile of the many-row kernels is 16 rows of the weight by
+//! 6 of x: 12 accumulators, 2 vectors of codes, 1 of x and 1 product fill the sixteen registers.
+
+use std::arch::x86_64::*;
+
+use super::lanes::float::FloatType;
+use super::lanes::types::QuantFormat;
+use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers};
+use crate::cpu::isa::Isa;
+use crate::cpu::table::{KernelTable, LaneKernels};
+
+lane_table!(Isa::Avx2, Avx2, "avx2,fma,f16c");
+
+/// Proof that the CPU has AVX2, FMA and F16C: made by [`Lanes::new`] alone.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2(());
+
+#[inline(always)]
+fn count(n: u32) -> __m128i {
+    // SAFETY: SSE2 is part of x86-64.
+    unsafe { _mm_cvtsi32_si128(n as i32) }
+}
+
+impl Lanes for Avx2 {
+    type I = __m256i;
+    type F = __m256;
+    const WIDTH: usize = 8;
+    const TILE: usize = 6;
+
+    #[inline(always)]
+    unsafe fn new() -> Avx2 {
+        Avx2(())
+    }
+
+    registers! {
+        zero() -> __m256i { _mm256_setzero_si256() }
+        splat(x: i32) -> __m256i { _mm256_set1_epi32(x) }
+        and(a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
+        or(a: __m256i, b: __m256i) -> __m256i { _mm256_or_si256(a, b) }
+        add(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
+        sub(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi32(a, b) }
+        mul(a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi32(a, b) }
+        shl(a: __m256i, n: u32) -> __m256i { _mm256_sll_epi32(a, count(n)) }
+        shr(a: __m256i, n: u32) -> __m256i { _mm256_srl_epi32(a, count(n)) }
+        sar(a: __m256i, n: u32) -> __m256i { _mm256_sra_epi32(a, count(n)) }
+        sub16(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi16(a, b) }
+        mul16(a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi16(a, b) }
+        shl16(a: __m256i, n: u32) -> __m256i { _mm256_sll_epi16(a, count(n)) }
+        sar16(a: __m256i, n: u32) -> __m256i { _mm256_sra_epi16(a, count(n)) }
+        dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
+        to_f(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
+        zero_f() -> __m256 { _mm256_setzero_ps() }
+        mul_f(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
+        neg_f(a: __m256) -> __m256 { _mm256_xor_ps(a, _mm256_set1_ps(-0.0)) }
+        fma(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    memory! {
+        load(p: *const u8) -> __m256i { _mm256_loadu_si256(p.cast()) }
+        store(p: *mut u8, a: __m256i) -> () { _mm256_storeu_si256(p.cast(), a) }
+        load_f(p: *const u8) -> __m256 { _mm256_loadu_ps(p.cast()) }
+        store_f(p: *mut u8, a: __m256) -> () { _mm256_storeu_ps(p.cast(), a) }
+        load_f16(p: *const u8) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+        load_bf16(p: *const u8) -> __m256 {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
+        }
+        each(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
+        each_f(p: *const u8) -> __m256 { _mm256_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    out_of_line!("avx2,fma,f16c");
+}

@@ -1,0 +1,84 @@
+//! AVX-512 F, BW, VL and VNNI: sixteen rows to a vector, one vector to a row group.
+//!
+//! Products of 16-bit pairs are `vpdpwssd`, which adds modulo 2^32 as AVX2's two instructions do. A tile of the
+//! many-row kernels is 16 rows of the weight by 12 of x: enough independent sums to hide the latency of 5 cycles.
+
+use std::arch::x86_64::*;
+
+use super::lanes::float::FloatType;
+use super::lanes::types::QuantFormat;
+use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers};
+use crate::cpu::isa::Isa;
+use crate::cpu::table::{KernelTable, LaneKernels};
+
+lane_table!(
+    Isa::Avx512,
+    Avx512,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
+);
+
+/// Proof that the CPU has the instruction set: made by [`Lanes::new`] alone.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512(());
+
+#[inline(always)]
+fn count(n: u32) -> __m128i {
+    // SAFETY: SSE2 is part of x86-64.
+    unsafe { _mm_cvtsi32_si128(n as i32) }
+}
+
+impl Lanes for Avx512 {
+    type I = __m512i;
+    type F = __m512;
+    const WIDTH: usize = 16;
+    const TILE: usize = 12;
+
+    #[inline(always)]
+    unsafe fn new() -> Avx512 {
+        Avx512(())
+    }
+
+    registers! {
+        zero() -> __m512i { _mm512_setzero_si512() }
+        splat(x: i32) -> __m512i { _mm512_set1_epi32(x) }
+        and(a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
+        or(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) }
+        add(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+        sub(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
+        mul(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
+        shl(a: __m512i, n: u32) -> __m512i { _mm512_sll_epi32(a, count(n)) }
+        shr(a: __m512i, n: u32) -> __m512i { _mm512_srl_epi32(a, count(n)) }
+        sar(a: __m512i, n: u32) -> __m512i { _mm512_sra_epi32(a, count(n)) }
+        sub16(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi16(a, b) }
+        mul16(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi16(a, b) }
+        shl16(a: __m512i, n: u32) -> __m512i { _mm512_sll_epi16(a, count(n)) }
+        sar16(a: __m512i, n: u32) -> __m512i { _mm512_sra_epi16(a, count(n)) }
+        dot(acc: __m512i, a: __m512i, b: __m512i) -> __m512i { _mm512_dpwssd_epi32(acc, a, b) }
+        to_f(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
+        zero_f() -> __m512 { _mm512_setzero_ps() }
+        mul_f(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+        neg_f(a: __m512) -> __m512 { _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(i32::MIN))) }
+        fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    memory! {
+        load(p: *const u8) -> __m512i { _mm512_loadu_si512(p.cast()) }
+        store(p: *mut u8, a: __m512i) -> () { _mm512_storeu_si512(p.cast(), a) }
+        load_f(p: *const u8) -> __m512 { _mm512_loadu_ps(p.cast()) }
+        store_f(p: *mut u8, a: __m512) -> () { _mm512_storeu_ps(p.cast(), a) }
+        load_f16(p: *const u8) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        load_bf16(p: *const u8) -> __m512 {
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()))))
+        }
+        each(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
+        each_f(p: *const u8) -> __m512 { _mm512_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    out_of_line!("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
+}

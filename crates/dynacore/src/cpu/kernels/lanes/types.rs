@@ -1,0 +1,304 @@
+//! How the packed blocks of each quantised type become 16-bit codes and factors.
+//!
+//! Lanes are rows, so a block is expanded by shifts and masks of whole words, without a shuffle. Bit layouts: see
+//! [`dynair::quant`]; word numbers below count the words of a block's body (see [`crate::cpu::kernels`]).
+
+use dynair::{DType, QuantType};
+
+use super::Lanes;
+use crate::cpu::kernels::{GROUP, Geometry, LINE};
+
+/// What a group of 32 is multiplied with after its integer sum; see the arithmetic in [`crate::cpu::kernels`].
+pub(crate) struct Factors<L: Lanes> {
+    /// D.
+    pub(crate) d: L::F,
+    /// Integer scales of the two sub-blocks of 16, if the type has any.
+    pub(crate) subscales: [L::I; 2],
+    /// M, of which [`QuantFormat::MINS`] count.
+    pub(crate) mins: [L::F; 2],
+}
+
+/// A quantised type.
+///
+/// `head` and `body` point to the first lane of interest of a block's head and body, `j` counts groups of 32 inside
+/// the block, and with `i` in 0..8 `4 * i` counts elements inside the group.
+pub(crate) trait QuantFormat {
+    /// Its geometry.
+    const GEOMETRY: Geometry;
+    /// Groups of 32 in a block.
+    const GROUPS: usize = Self::GEOMETRY.block / GROUP;
+    /// log2 of what is subtracted from codes; 0: nothing is.
+    const OFFSET_BITS: u32 = 0;
+    /// Whether a group consists of two sub-blocks of 16 with integer scales.
+    const HALVES: bool = false;
+    /// Minima of a group: none, one, or one for each half.
+    const MINS: usize = 0;
+
+    /// Codes (before the offset is subtracted) of elements 4i, 4i + 2 and 4i + 1, 4i + 3, as pairs of 16 bits.
+    ///
+    /// # Safety
+    /// [`Lanes::WIDTH`] lanes of the block's body can be read.
+    unsafe fn quad<L: Lanes>(l: L, body: *const u8, j: usize, i: usize) -> [L::I; 2];
+
+    /// Factors of a group.
+    ///
+    /// # Safety
+    /// [`Lanes::WIDTH`] lanes of the block's head and body can be read.
+    unsafe fn factors<L: Lanes>(l: L, head: *const u8, body: *const u8, j: usize) -> Factors<L>;
+}
+
+/// Word `i` of the body.
+///
+/// # Safety
+/// The body has that word.
+#[inline(always)]
+unsafe fn word<L: Lanes>(l: L, body: *const u8, i: usize) -> L::I {
+    // SAFETY: the caller's promise.
+    unsafe { l.load(body.add(i * LINE)) }
+}
+
+/// The bits of `w` moved from position `from` to position `to` and masked.
+#[inline(always)]
+fn bits<L: Lanes>(l: L, w: L::I, from: u32, to: u32, mask: i32) -> L::I {
+    let moved = if from > to {
+        l.shr(w, from - to)
+    } else if from < to {
+        l.shl(w, to - from)
+    } else {
+        w
+    };
+    l.and(moved, l.splat(mask))
+}
+
+/// `BITS` bits at `from` of each byte, as the two pairs, moved to `to`.
+#[inline(always)]
+fn planes<L: Lanes, const BITS: u32>(l: L, w: L::I, from: u32, to: u32) -> [L::I; 2] {
+    let mask = (((1 << BITS) - 1) << to) * 0x0001_0001;
+    [bits(l, w, from, to, mask), bits(l, w, from + 8, to, mask)]
+}
+
+#[inline(always)]
+fn or<L: Lanes>(l: L, a: [L::I; 2], b: [L::I; 2]) -> [L::I; 2] {
+    [l.or(a[0], b[0]), l.or(a[1], b[1])]
+}
+
+/// Factors of a type whose head is all there is.
+///
+/// # Safety
+/// One f16 vector at `head`, and another [`LINE`]` / 2` further if `min`, can be read.
+#[inline(always)]
+unsafe fn plain<L: Lanes>(l: L, head: *const u8, min: bool) -> Factors<L> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        Factors {
+            d: l.load_f16(head),
+            subscales: [l.zero(); 2],
+            mins: [
+                if min {
+                    l.load_f16(head.add(LINE / 2))
+                } else {
+                    l.zero_f()
+                },
+                l.zero_f(),
+            ],
+        }
+    }
+}
+
+macro_rules! format_of {
+    ($(#[$doc:meta])* $name:ident, $quant:expr, { $($consts:tt)* },
+     |$l:ident, $body:ident, $j:ident, $i:ident| $quad:expr,
+     |$l2:ident, $head:ident, $body2:ident, $j2:ident| $factors:expr) => {
+        $(#[$doc])*
+        pub(crate) struct $name;
+
+        impl QuantFormat for $name {
+            const GEOMETRY: Geometry = Geometry::of(DType::Quant($quant));
+            $($consts)*
+
+            #[inline(always)]
+            unsafe fn quad<L: Lanes>($l: L, $body: *const u8, $j: usize, $i: usize) -> [L::I; 2] {
+                // SAFETY: the words named are words of the type's body; the caller promises that they can be read.
+                unsafe { $quad }
+            }
+
+            #[inline(always)]
+            unsafe fn factors<L: Lanes>($l2: L, $head: *const u8, $body2: *const u8, $j2: usize) -> Factors<L> {
+                // SAFETY: as above, and for the head.
+                unsafe { $factors }
+            }
+        }
+    };
+}
+
+/// Nibbles of a block of 32: the low ones are elements 0 to 15, the high ones 16 to 31; `first` is their first word.
+///
+/// # Safety
+/// The body has words `first..first + 4`.
+#[inline(always)]
+unsafe fn legacy_nibbles<L: Lanes>(l: L, body: *const u8, first: usize, i: usize) -> [L::I; 2] {
+    // SAFETY: the caller's promise.
+    let w = unsafe { word(l, body, first + i % 4) };
+    planes::<L, 4>(l, w, if i < 4 { 0 } else { 4 }, 0)
+}
+
+/// The fifth bits of a block of 32, at position 4: word 0, permuted by [`crate::cpu::kernels::spread_bits`].
+///
+/// # Safety
+/// The body has word 0.
+#[inline(always)]
+unsafe fn legacy_fifth<L: Lanes>(l: L, body: *const u8, i: usize) -> [L::I; 2] {
+    // SAFETY: the caller's promise.
+    let w = unsafe { word(l, body, 0) };
+    let pair = 2 * i as u32;
+    [
+        bits(l, w, pair, 4, 0x0010_0010),
+        bits(l, w, pair + 1, 4, 0x0010_0010),
+    ]
+}
+
+format_of!(
+    /// 32 nibbles, d.
+    Q4_0, QuantType::Q4_0, { const OFFSET_BITS: u32 = 3; },
+    |l, body, _j, i| legacy_nibbles(l, body, 0, i),
+    |l, head, _body, _j| plain(l, head, false)
+);
+format_of!(
+    /// 32 nibbles, d and m.
+    Q4_1, QuantType::Q4_1, { const MINS: usize = 1; },
+    |l, body, _j, i| legacy_nibbles(l, body, 0, i),
+    |l, head, _body, _j| plain(l, head, true)
+);
+format_of!(
+    /// 32 times 5 bits, d.
+    Q5_0, QuantType::Q5_0, { const OFFSET_BITS: u32 = 4; },
+    |l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)),
+    |l, head, _body, _j| plain(l, head, false)
+);
+format_of!(
+    /// 32 times 5 bits, d and m.
+    Q5_1, QuantType::Q5_1, { const MINS: usize = 1; },
+    |l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)),
+    |l, head, _body, _j| plain(l, head, true)
+);
+format_of!(
+    /// 32 signed bytes, d.
+    Q8_0, QuantType::Q8_0, {},
+    |l, body, _j, i| {
+        let w = word(l, body, i);
+        [l.sar16(l.shl16(w, 8), 8), l.sar16(w, 8)]
+    },
+    |l, head, _body, _j| plain(l, head, false)
+);
+
+/// Byte `i` of the packed scales that start at word `first`: `bits` bits at `from` of it.
+///
+/// # Safety
+/// The body has the word.
+#[inline(always)]
+unsafe fn scale_bits<L: Lanes>(
+    l: L,
+    body: *const u8,
+    (first, i): (usize, usize),
+    from: u32,
+    mask: i32,
+    to: u32,
+) -> L::I {
+    // SAFETY: the caller's promise.
+    let w = unsafe { word(l, body, first + i / 4) };
+    bits(l, w, 8 * (i as u32 % 4) + from, to, mask << to)
+}
+
+/// Factors of Q4_K and Q5_K: eight scales and minima of 6 bits in words 0 to 2 (see `scales_mins_q4_k` of
+/// [`dynair::quant::k`]), under d and dmin.
+///
+/// # Safety
+/// The head's two f16 vectors and the body's first three words can be read.
+#[inline(always)]
+unsafe fn k_factors<L: Lanes>(l: L, head: *const u8, body: *const u8, j: usize) -> Factors<L> {
+    // SAFETY: the caller's promise.
+    let (scale, min, d, dmin) = unsafe {
+        let (scale, min) = if j < 4 {
+            (
+                scale_bits(l, body, (0, j), 0, 63, 0),
+                scale_bits(l, body, (0, 4 + j), 0, 63, 0),
+            )
+        } else {
+            let upper = |i| scale_bits(l, body, (0, i), 6, 3, 4);
+            (
+                l.or(scale_bits(l, body, (0, 4 + j), 0, 15, 0), upper(j - 4)),
+                l.or(scale_bits(l, body, (0, 4 + j), 4, 15, 0), upper(j)),
+            )
+        };
+        (scale, min, l.load_f16(head), l.load_f16(head.add(LINE / 2)))
+    };
+    Factors {
+        d: l.mul_f(d, l.to_f(scale)),
+        subscales: [l.zero(); 2],
+        mins: [l.mul_f(l.neg_f(dmin), l.to_f(min)), l.zero_f()],
+    }
+}
+
+format_of!(
+    /// 256 nibbles, 8 scales and minima. Words: 3 of scales, 32 of nibbles.
+    Q4K, QuantType::Q4K, { const MINS: usize = 1; },
+    |l, body, j, i| planes::<L, 4>(l, word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
+    |l, head, body, j| k_factors(l, head, body, j)
+);
+format_of!(
+    /// 256 times 5 bits, 8 scales and minima. Words: 3 of scales, 8 of fifth bits, 32 of nibbles.
+    Q5K, QuantType::Q5K, { const MINS: usize = 1; },
+    |l, body, j, i| or(
+        l,
+        planes::<L, 4>(l, word(l, body, 11 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
+        planes::<L, 1>(l, word(l, body, 3 + i), j as u32, 4)
+    ),
+    |l, head, body, j| k_factors(l, head, body, j)
+);
+format_of!(
+    /// 256 times 6 bits, 16 signed scales. Words: 32 of low nibbles, 16 of upper pairs of bits, 4 of scales.
+    Q6K, QuantType::Q6K, { const OFFSET_BITS: u32 = 5; const HALVES: bool = true; },
+    |l, body, j, i| or(
+        l,
+        planes::<L, 4>(l, word(l, body, j / 4 * 16 + j % 2 * 8 + i), 4 * (j as u32 / 2 % 2), 0),
+        planes::<L, 2>(l, word(l, body, 32 + j / 4 * 8 + i), 2 * (j as u32 % 4), 4)
+    ),
+    |l, head, body, j| {
+        let scales = word(l, body, 48 + j / 2);
+        let at = 16 * (j as u32 % 2);
+        let signed = |byte| l.sar(l.shl(scales, 24 - byte), 24);
+        Factors { d: l.load_f16(head), subscales: [signed(at), signed(at + 8)], mins: [l.zero_f(); 2] }
+    }
+);
+format_of!(
+    /// 256 times 3 bits, 16 scales of 6 bits. Words: 8 of third bits, 16 of low pairs of bits, 3 of scales.
+    Q3K, QuantType::Q3K, { const OFFSET_BITS: u32 = 2; const HALVES: bool = true; },
+    |l, body, j, i| or(
+        l,
+        planes::<L, 2>(l, word(l, body, 8 + j / 4 * 8 + i), 2 * (j as u32 % 4), 0),
+        planes::<L, 1>(l, word(l, body, i), j as u32, 2)
+    ),
+    |l, head, body, j| {
+        let scale = |s: usize| {
+            let low = scale_bits(l, body, (24, s % 8), 4 * (s as u32 / 8), 15, 0);
+            let high = scale_bits(l, body, (24, 8 + s % 4), 2 * (s as u32 / 4), 3, 4);
+            l.sub(l.or(low, high), l.splat(32))
+        };
+        Factors { d: l.load_f16(head), subscales: [scale(2 * j), scale(2 * j + 1)], mins: [l.zero_f(); 2] }
+    }
+);
+format_of!(
+    /// 256 times 2 bits, 16 scales and minima of 4 bits. Words: 4 of scales, 16 of pairs of bits.
+    Q2K, QuantType::Q2K, { const HALVES: bool = true; const MINS: usize = 2; },
+    |l, body, j, i| planes::<L, 2>(l, word(l, body, 4 + j / 4 * 8 + i), 2 * (j as u32 % 4), 0),
+    |l, head, body, j| {
+        let dmin = l.neg_f(l.load_f16(head.add(LINE / 2)));
+        let scale = |s| scale_bits(l, body, (0, s), 0, 15, 0);
+        let min = |s| l.mul_f(dmin, l.to_f(scale_bits(l, body, (0, s), 4, 15, 0)));
+        Factors {
+            d: l.load_f16(head),
+            subscales: [scale(2 * j), scale(2 * j + 1)],
+            mins: [min(2 * j), min(2 * j + 1)],
+        }
+    }
+);
