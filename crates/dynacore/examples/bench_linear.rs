@@ -20,7 +20,9 @@ use dynair::{DType, WeightDecl};
 
 /// Output rows of a matrix.
 const ROWS: usize = 4096;
-/// Bytes of weights that one pass reads.
+/// Bytes of weights that one sample reads.
+const SAMPLE_BYTES: usize = 16 << 20;
+/// Bytes of weights that the samples go round.
 const PASS_BYTES: usize = 192 << 20;
 
 fn main() {
@@ -132,45 +134,41 @@ fn together(threads: usize, job: impl Fn(usize) + Sync) -> f64 {
         .fold(0.0, f64::max)
 }
 
-/// The median of some runs.
-fn median(runs: usize, mut run: impl FnMut() -> f64) -> f64 {
-    let mut times: Vec<f64> = (0..runs).map(|_| run()).collect();
-    times.sort_by(f64::total_cmp);
-    times[runs / 2]
+/// The best of many short samples: what the kernels do when nothing else takes the cores. `sample(i)` gives seconds.
+fn best(samples: usize, mut sample: impl FnMut(usize) -> f64) -> f64 {
+    (0..samples).map(&mut sample).fold(f64::INFINITY, f64::min)
 }
 
 /// GB/s of a plain sum.
 fn streaming(data: &[u64], threads: usize) -> f64 {
-    let each = data.len() / threads;
-    let seconds = median(3, || {
+    let parts: Vec<&[u64]> = data.chunks_exact(SAMPLE_BYTES / 8 / threads).collect();
+    let seconds = best(parts.len() / threads, |i| {
         together(threads, |worker| {
-            let part = &data[worker * each..(worker + 1) * each];
+            let part = parts[i * threads + worker];
             std::hint::black_box(part.iter().fold(0u64, |a, b| a.wrapping_add(*b)));
         })
     });
-    (threads * each * 8) as f64 / seconds / 1e9
+    (SAMPLE_BYTES / threads * threads) as f64 / seconds / 1e9
 }
 
 /// GB/s of weights and GMAC/s with `n` rows.
 fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize) -> (f64, f64) {
     let cols = weights[0].cols();
+    let row_bytes = weights[0].dtype().row_bytes(cols).expect("whole blocks");
     let x: Vec<f32> = (0..n * cols)
         .map(|i| ((i * 37 % 1000) as f32 - 500.0) * 0.002)
         .collect();
     let mut scratch = vec![0; n * scratch_bytes(table, cols)];
     prepare(table, &x, cols, &mut scratch);
-    // As many matrices as take some hundred milliseconds.
-    let count = if n >= 64 {
-        (1 + 1024 / n).min(weights.len())
-    } else {
-        weights.len()
-    };
-    let weights = &weights[..count];
-    let each = ROWS / threads / 16 * 16;
-    let seconds = median(if n >= 64 { 3 } else { 5 }, || {
+    // A sample takes some milliseconds: few rows read several matrices, many rows a part of one.
+    let count = SAMPLE_BYTES
+        .div_ceil(row_bytes * ROWS)
+        .min(if n >= 16 { 1 } else { usize::MAX });
+    let each = if n >= 64 { 256 } else { ROWS / threads / 16 * 16 };
+    let seconds = best(if n >= 64 { 12 } else { 3 * weights.len() / count }, |i| {
         together(threads, |worker| {
             let mut out = vec![0.0f32; n * each];
-            for w in weights {
+            for w in weights.iter().cycle().skip(i * count % weights.len()).take(count) {
                 let first = worker * each;
                 run(
                     table,
@@ -187,12 +185,9 @@ fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize)
             std::hint::black_box(out);
         })
     });
-    let bytes: usize = weights
-        .iter()
-        .map(|w| w.dtype().row_bytes(cols).expect("whole blocks") * threads * each)
-        .sum();
+    let outputs = (count * threads * each) as f64;
     (
-        bytes as f64 / seconds / 1e9,
-        (count * n * cols * threads * each) as f64 / seconds / 1e9,
+        outputs * row_bytes as f64 / seconds / 1e9,
+        outputs * (n * cols) as f64 / seconds / 1e9,
     )
 }
