@@ -8,6 +8,7 @@
 pub mod engine;
 pub mod error;
 pub mod kv;
+pub mod models;
 pub mod sample;
 pub mod sched;
 
