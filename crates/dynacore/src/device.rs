@@ -1,6 +1,6 @@
 //! The interface every device implements, and the only one the runtime uses.
 
-use dynair::{BatchMeta, CacheDecl, Plan, Target, WeightDecl};
+use dynair::{BatchMeta, CacheDecl, FusedOp, Op, Operand, Plan, Target, WeightDecl};
 
 use crate::buffer::{Tensor, WeightBytes};
 use crate::error::Result;
@@ -102,4 +102,33 @@ pub trait Executor: Send {
     /// # Errors
     /// If the device failed.
     fn wait(&mut self, ticket: Ticket, logits: &mut Logits) -> Result<()>;
+}
+
+/// How the steps of `plan` use each of its weights, by [`dynair::WeightId`].
+pub fn weight_usage(plan: &Plan) -> Vec<WeightUsage> {
+    let mut usage = vec![WeightUsage::default(); plan.weights.len()];
+    for step in &plan.steps {
+        for (i, input) in step.inputs.iter().enumerate() {
+            let Operand::Weight(id) = input else { continue };
+            let use_of = &mut usage[id.0 as usize];
+            match &step.op {
+                Op::Embed => use_of.embed = true,
+                Op::Linear if i == 1 => use_of.linear = true,
+                Op::Fused(FusedOp::LinearGlu(_)) => use_of.linear = true,
+                Op::Fused(FusedOp::LinearGroup { bias }) => {
+                    // Members in order: a weight, then its bias if it has one.
+                    let mut at = 1;
+                    let is_weight = bias.iter().any(|has_bias| {
+                        let found = at == i;
+                        at += 1 + usize::from(*has_bias);
+                        found
+                    });
+                    use_of.linear |= is_weight;
+                    use_of.vector |= !is_weight;
+                }
+                _ => use_of.vector = true,
+            }
+        }
+    }
+    usage
 }

@@ -45,6 +45,14 @@ pub enum Error {
         /// What for.
         what: String,
     },
+    /// A worker thread panicked during a step: a broken invariant of ours. The executor refuses further steps.
+    #[error("a worker of device `{device}` panicked, its executor cannot be used any more: {message}")]
+    Worker {
+        /// Device name.
+        device: String,
+        /// The panic's message.
+        message: String,
+    },
     /// A step exceeds the plan's limits or breaks a rule of [`dynair::BatchMeta`].
     #[error("invalid batch: {0}")]
     Batch(String),

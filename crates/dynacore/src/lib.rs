@@ -10,9 +10,10 @@ pub mod device;
 pub mod error;
 pub mod kv;
 pub mod mmap;
+pub mod self_test;
 
 pub use buffer::{Buffer, Layout, Tensor, WeightBytes};
-pub use device::{Device, DeviceInfo, Executor, Logits, Ticket};
+pub use device::{Device, DeviceInfo, Executor, Logits, Ticket, WeightUsage, weight_usage};
 pub use error::{Error, Result};
 pub use kv::{KvGeometry, KvStorage, KvType};
 pub use mmap::MappedFile;

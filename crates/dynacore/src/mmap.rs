@@ -56,9 +56,9 @@ impl MappedFile {
             let start = range.start.next_multiple_of(page);
             let end = range.end.min(self.map.len()) / page * page;
             if start < end {
+                let advice = memmap2::UncheckedAdvice::DontNeed;
                 // SAFETY: the range lies inside the map, and dropping clean pages of a read-only file map only makes
                 // the next read fault them in again.
-                let advice = memmap2::UncheckedAdvice::DontNeed;
                 let _ = unsafe { self.map.unchecked_advise_range(advice, start, end - start) };
             }
         }

@@ -1,7 +1,248 @@
 //! The CPU device.
+//!
+//! [`CpuDevice`] owns the kernel table it uses and a pool of worker threads shared by all its executors; weights are
+//! packed for the table when loaded, caches are plain memory. [`exec`] walks plans, [`program`] lowers them, [`ops`]
+//! are the drivers of the ops and [`kernels`] the leaves.
 
+pub(crate) mod exec;
 pub mod isa;
 pub(crate) mod kernels;
 pub mod ops;
 pub mod pack;
+pub(crate) mod pool;
+pub(crate) mod program;
+pub(crate) mod storage;
 pub mod table;
+pub mod topology;
+
+use std::sync::{Arc, Mutex};
+
+use dynair::{CacheDecl, DType, Op, Plan, Target, ValueType, WeightDecl};
+
+pub use exec::{CpuExecutor, PhaseTime};
+pub use topology::Topology;
+
+use crate::buffer::{Tensor, WeightBytes};
+use crate::device::{Device, DeviceInfo, Executor, WeightUsage};
+use crate::error::{Error, Result};
+use crate::kv::{KvGeometry, KvStorage};
+use crate::self_test::SelfTestResult;
+use isa::Isa;
+use pool::Pool;
+use storage::CpuKv;
+use table::KernelTable;
+
+/// Most worker threads of a device.
+pub const MAX_THREADS: usize = 1024;
+
+/// Alignment of values in the arena, bytes: a cache line, and the widest vector.
+const ALIGNMENT: usize = 64;
+
+/// Which kernels a device may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// The fastest.
+    #[default]
+    Auto,
+    /// Results independent of batch, chunking and threads. All CPU kernels keep to that, so it means `Auto` here.
+    Exact,
+    /// Portable kernels in f32.
+    Safe,
+}
+
+/// Options of a [`CpuDevice`].
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CpuOptions {
+    /// Worker threads; `None`: [`Topology::auto_threads`].
+    pub threads: Option<usize>,
+    /// Which kernels.
+    pub mode: Mode,
+    /// The instruction set to use, by name; `None`: what [`isa::ISA_VARIABLE`] says, or else the best. In
+    /// [`Mode::Safe`] it is `portable` whatever stands here.
+    pub isa: Option<String>,
+}
+
+/// The CPU as a device.
+pub struct CpuDevice {
+    info: DeviceInfo,
+    table: &'static KernelTable,
+    pool: Arc<Mutex<Pool>>,
+}
+
+impl std::fmt::Debug for CpuDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CpuDevice({:?})", self.info)
+    }
+}
+
+impl CpuDevice {
+    /// Detects the CPU and starts the workers.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a thread count of 0 or above [`MAX_THREADS`] or an instruction set this CPU lacks;
+    /// [`Error::OutOfMemory`] if the system refuses a thread.
+    pub fn new(options: &CpuOptions) -> Result<CpuDevice> {
+        let chosen = match &options.isa {
+            Some(name) => Isa::detect(Some(name))?,
+            None => Isa::from_env()?,
+        };
+        let isa = if options.mode == Mode::Safe {
+            Isa::Portable
+        } else {
+            chosen
+        };
+        let topology = Topology::detect();
+        let threads = options.threads.unwrap_or_else(|| topology.auto_threads());
+        if threads == 0 || threads > MAX_THREADS {
+            return Err(Error::Option {
+                name: "threads".into(),
+                found: threads.to_string(),
+                expected: format!("1 to {MAX_THREADS}"),
+            });
+        }
+        let pool = Pool::new(threads).map_err(|e| Error::OutOfMemory {
+            device: "cpu".into(),
+            bytes: 0,
+            what: format!("{threads} worker threads ({e})"),
+        })?;
+        let info = DeviceInfo {
+            kind: "cpu",
+            name: topology.model_name.clone(),
+            isa: isa.name().into(),
+            units: threads,
+            total_bytes: topology.total_bytes(),
+        };
+        Ok(CpuDevice {
+            info,
+            table: KernelTable::of(isa)?,
+            pool: Arc::new(Mutex::new(pool)),
+        })
+    }
+
+    /// As [`Device::compile`], with the executor's own type.
+    ///
+    /// # Errors
+    /// As [`Device::compile`].
+    pub fn compile_cpu(&self, plan: &Plan, weights: &[Tensor], kv: KvStorage) -> Result<CpuExecutor> {
+        let foreign = || Error::Unsupported {
+            device: "cpu".into(),
+            what: "a cache of another device".into(),
+        };
+        let KvStorage { geometry, data, .. } = kv;
+        let data = data.downcast::<CpuKv>().map_err(|_| foreign())?;
+        let fits = plan.caches.len() == data.caches.len()
+            && plan
+                .caches
+                .iter()
+                .zip(&data.caches)
+                .all(|(decl, cache)| match decl {
+                    CacheDecl::Kv {
+                        num_kv_heads,
+                        head_dim,
+                        group,
+                        ..
+                    } => {
+                        (*num_kv_heads, *head_dim, *group)
+                            == (cache.num_kv_heads, cache.head_dim, cache.group)
+                    }
+                    CacheDecl::State { .. } => false,
+                });
+        if !fits {
+            return Err(Error::Unsupported {
+                device: "cpu".into(),
+                what: "a cache allocated for other layers than the plan's".into(),
+            });
+        }
+        CpuExecutor::new(plan, weights, *data, geometry, self.table, Arc::clone(&self.pool))
+    }
+}
+
+impl Target for CpuDevice {
+    fn supports(&self, op: &Op, inputs: &[ValueType]) -> bool {
+        let tensors_fit = inputs.iter().all(|input| match input {
+            ValueType::Tensor(ty) => ty.dtype == DType::I32 || DType::WEIGHTS.contains(&ty.dtype),
+            ValueType::Batch | ValueType::Cache(_) => true,
+        });
+        tensors_fit
+            && match op {
+                Op::Embed
+                | Op::Linear
+                | Op::Add
+                | Op::Mul
+                | Op::Scale(_)
+                | Op::Softcap(_)
+                | Op::Act(_)
+                | Op::Glu(_)
+                | Op::RmsNorm { .. }
+                | Op::Rope(_)
+                | Op::View(_)
+                | Op::TakeOutputs
+                | Op::KvWrite
+                | Op::Attention(_)
+                | Op::Fused(_) => true,
+                Op::Weight(_) | Op::Tokens | Op::Positions | Op::Batch | Op::Cache(_) => false,
+            }
+    }
+
+    fn alignment(&self) -> usize {
+        ALIGNMENT
+    }
+}
+
+impl Device for CpuDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        Ok(Topology::detect().free_bytes())
+    }
+
+    fn load_weight(&self, decl: &WeightDecl, bytes: &WeightBytes, usage: WeightUsage) -> Result<Tensor> {
+        storage::load_weight(self.table, decl, bytes, usage)
+    }
+
+    fn alloc_kv(&self, caches: &[CacheDecl], geometry: &KvGeometry) -> Result<KvStorage> {
+        let (kv, bytes) = storage::alloc_kv(caches, geometry)?;
+        Ok(KvStorage {
+            geometry: geometry.clone(),
+            data: Box::new(kv),
+            bytes,
+        })
+    }
+
+    fn compile(&self, plan: Plan, weights: Vec<Tensor>, kv: KvStorage) -> Result<Box<dyn Executor>> {
+        Ok(Box::new(self.compile_cpu(&plan, &weights, kv)?))
+    }
+}
+
+/// Holds every kernel table this CPU has against [`dynair::eval`], with the short list of cases; for `doctor`.
+pub fn self_test() -> Vec<SelfTestResult> {
+    let cases = crate::self_test::short();
+    let mut results = Vec::new();
+    for table in table::tables() {
+        let isa = table.isa.name();
+        match CpuDevice::new(&CpuOptions {
+            threads: Some(2),
+            isa: Some(isa.into()),
+            ..CpuOptions::default()
+        }) {
+            Ok(device) => results.extend(
+                cases
+                    .iter()
+                    .map(|case| crate::self_test::run(&device, case, true)),
+            ),
+            Err(error) => results.push(SelfTestResult {
+                name: "device".into(),
+                isa: isa.into(),
+                error: f64::INFINITY,
+                tolerance: 0.0,
+                failure: Some(error.to_string()),
+            }),
+        }
+    }
+    results
+}
+
+#[cfg(test)]
+mod tests;

@@ -43,7 +43,11 @@ pub(crate) mod avx2;
 pub(crate) mod avx512;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod lanes;
+
+pub(crate) mod generic;
+pub(crate) mod ops;
 pub(crate) mod portable;
+pub(crate) mod simd;
 
 /// Output rows of a row group.
 pub(crate) const ROWS: usize = 16;

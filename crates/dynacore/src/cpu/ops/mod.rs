@@ -1,3 +1,10 @@
-//! Drivers of the ops: safe code that splits work and calls the kernel table.
+//! Drivers of the ops: safe code that splits work and calls the kernel tables.
+//!
+//! [`rows`] are the ops whose rows (or elements) do not meet; [`linear`] products; [`attention`] the cache's readers;
+//! [`rope`] rotations.
 
 pub mod linear;
+
+pub(crate) mod attention;
+pub(crate) mod rope;
+pub(crate) mod rows;

@@ -1,0 +1,131 @@
+//! The table of all leaf kernels that are not matrix products, one constant per instruction set.
+//!
+//! Each entry is the generic kernel of [`super::generic`] compiled for the set. [`OpTable::of`] gives a set's table
+//! only where [`Isa::available`] holds, which is what makes calling the entries sound.
+
+use dynair::{Activation, RopeStyle};
+
+use super::generic;
+use super::generic::attention::{Chunk, ChunkOut};
+use crate::cpu::isa::Isa;
+use crate::kv::KvType;
+
+/// Every kernel: name, arguments, generic body. A new one is one line here and its body.
+macro_rules! each_kernel {
+    ($make:ident $($context:tt)*) => {
+        $make! { $($context)*
+            /// y = a + b.
+            fn add(a: &[f32], b: &[f32], y: &mut [f32]) = generic::elementwise::add;
+            /// y = a · b.
+            fn mul(a: &[f32], b: &[f32], y: &mut [f32]) = generic::elementwise::mul;
+            /// y = c · x.
+            fn scale(c: f32, x: &[f32], y: &mut [f32]) = generic::elementwise::scale;
+            /// y = c · tanh(x / c).
+            fn softcap(c: f32, x: &[f32], y: &mut [f32]) = generic::elementwise::softcap;
+            /// y = act(x).
+            fn act(act: Activation, x: &[f32], y: &mut [f32]) = generic::elementwise::act;
+            /// y = act(gate) · up.
+            fn glu(act: Activation, gate: &[f32], up: &[f32], y: &mut [f32]) = generic::elementwise::glu;
+            /// y = y · a + x · b.
+            fn blend(a: f32, b: f32, x: &[f32], y: &mut [f32]) = generic::elementwise::blend;
+            /// One row of RMS norm.
+            fn rms_norm(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) = generic::norm::rms_norm;
+            /// One head turned by its position's angles.
+            fn rope(style: RopeStyle, x: &[f32], cos: &[f32], sin: &[f32], y: &mut [f32]) = generic::rope::rope;
+            /// One row of the cache, encoded.
+            fn store_row(kind: KvType, x: &[f32], out: &mut [u8]) = generic::kv::store_row;
+            /// Attention of a few lines over a chunk.
+            fn attend(chunk: &Chunk<'_>, out: &mut ChunkOut<'_>) = generic::attention::attend;
+        }
+    };
+}
+
+macro_rules! define_table {
+    ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) = $body:path;)*) => {
+        /// See the module's docs.
+        pub(crate) struct OpTable {
+            $($name: unsafe fn($($ty),*),)*
+        }
+
+        impl OpTable {
+            $(
+                $(#[$doc])*
+                #[inline]
+                pub(crate) fn $name(&self, $($arg: $ty),*) {
+                    // SAFETY: the entry needs nothing but this table's instruction set, and `OpTable::of` gives a
+                    // table only if the CPU has it.
+                    unsafe { (self.$name)($($arg),*) }
+                }
+            )*
+        }
+    };
+}
+
+macro_rules! define_set {
+    (
+        $features:literal $token:expr;
+        $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) = $body:path;)*
+    ) => {
+        $(
+            #[target_feature(enable = $features)]
+            fn $name($($arg: $ty),*) {
+                // SAFETY: the features the token stands for are those of this function.
+                $body(unsafe { $token }, $($arg),*);
+            }
+        )*
+
+        pub(super) static TABLE: OpTable = OpTable { $($name,)* };
+    };
+    (
+        $token:expr;
+        $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) = $body:path;)*
+    ) => {
+        $(
+            fn $name($($arg: $ty),*) {
+                $body($token, $($arg),*);
+            }
+        )*
+
+        pub(super) static TABLE: OpTable = OpTable { $($name,)* };
+    };
+}
+
+each_kernel!(define_table);
+
+mod portable {
+    use super::*;
+    use crate::cpu::kernels::simd::portable::Portable;
+    each_kernel!(define_set Portable;);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use super::*;
+    use crate::cpu::kernels::simd::avx2::Avx2;
+    each_kernel!(define_set "avx2,fma,f16c" Avx2::new(););
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::*;
+    use crate::cpu::kernels::simd::avx512::Avx512;
+    each_kernel!(define_set "avx2,fma,f16c,avx512f,avx512bw,avx512vl" Avx512::new(););
+}
+
+impl OpTable {
+    /// The table of an instruction set; `None` if this CPU lacks it.
+    pub(crate) fn of(isa: Isa) -> Option<&'static OpTable> {
+        if !isa.available() {
+            return None;
+        }
+        match isa {
+            Isa::Portable => Some(&portable::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Some(&avx2::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Some(&avx512::TABLE),
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => None,
+        }
+    }
+}

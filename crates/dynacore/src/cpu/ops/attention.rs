@@ -1,0 +1,408 @@
+//! Attention over the paged cache: how a step splits into work items, and what an item does.
+//!
+//! An item is (sequence, key/value head, a tile of rows, a run of chunks); its *lines* are the query heads of the
+//! group times the tile's rows, so that keys and values are read once for all of them. A line's parts of the softmax
+//! are made chunk by chunk (see [`crate::cpu::kernels::generic::attention`]) and merged in the order of the chunks.
+//! Where a step has few items (one user, long context), chunks become items of their own, their parts go to memory,
+//! and a second phase merges them in that same order: the split changes who computes, never what.
+//!
+//! Cost follows each sequence's own length (or window); neither pool size nor other sequences enter.
+
+use std::ops::Range;
+
+use dynair::{AttnSpec, BatchMeta};
+
+use crate::cpu::kernels::generic::attention::{CHUNK, Chunk, ChunkOut, MAX_LINES, Segment, TOKEN_STEP};
+use crate::cpu::kernels::ops::OpTable;
+use crate::cpu::pool::shared::SharedMem;
+use crate::cpu::program::AttnClass;
+use crate::cpu::storage::CpuCache;
+
+/// Below this many items per worker, chunks become items.
+const ITEMS_PER_WORKER: usize = 4;
+
+/// Rows of one sequence that are computed together.
+#[derive(Debug, Clone, PartialEq)]
+struct Tile {
+    seq: usize,
+    /// Rows of the step.
+    rows: Range<usize>,
+    /// Position of the first row.
+    position: usize,
+    /// Chunks any row sees.
+    chunks: Range<usize>,
+    /// Where its parts lie, if its chunks are items: the first element of its first (head, chunk) slot.
+    parts: usize,
+}
+
+/// The work items of one attention class in one step.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Items {
+    tiles: Vec<Tile>,
+    /// (tile, chunks), each to be done for every head part.
+    work: Vec<(usize, Range<usize>)>,
+    /// Whether chunks are items of their own.
+    split: bool,
+    /// Elements of memory for parts.
+    pub(crate) part_elements: usize,
+    /// Key/value heads times parts of a group.
+    head_parts: usize,
+    shape: Shape,
+}
+
+/// How the heads of a class form lines.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Shape {
+    /// Query heads per key/value head.
+    group: usize,
+    /// Query heads of a group taken together.
+    part: usize,
+    /// Parts of a group.
+    parts: usize,
+    /// Elements of a line, head size rounded up to 16.
+    stride: usize,
+}
+
+impl Shape {
+    fn of(class: &AttnClass) -> Shape {
+        let group = class.num_heads / class.num_kv_heads;
+        let parts = group.div_ceil(MAX_LINES);
+        Shape {
+            group,
+            part: group.div_ceil(parts),
+            parts,
+            stride: class.head_dim.next_multiple_of(16),
+        }
+    }
+
+    /// Elements of the parts of one (head part, chunk): per line m, l and acc.
+    fn slot(&self) -> usize {
+        MAX_LINES * (2 + self.stride)
+    }
+}
+
+impl Items {
+    /// The items of a step.
+    pub(crate) fn new(class: &AttnClass, batch: &BatchMeta, workers: usize) -> Items {
+        let shape = Shape::of(class);
+        let tile_rows = (MAX_LINES / shape.part).max(1);
+        let head_parts = class.num_kv_heads * shape.parts;
+        let mut tiles = Vec::new();
+        for (seq, span) in batch.seqs.iter().enumerate() {
+            let (first, end) = (span.first_row as usize, (span.first_row + span.rows) as usize);
+            for start in (first..end).step_by(tile_rows) {
+                let rows = start..end.min(start + tile_rows);
+                let position = batch.positions[start] as usize;
+                let low = class
+                    .window
+                    .map_or(0, |w| (position + 1).saturating_sub(w as usize));
+                let chunks = low / CHUNK..(position + rows.len()).div_ceil(CHUNK);
+                tiles.push(Tile {
+                    seq,
+                    rows,
+                    position,
+                    chunks,
+                    parts: 0,
+                });
+            }
+        }
+        let split = tiles.len() * head_parts < ITEMS_PER_WORKER * workers
+            && workers > 1
+            && tiles.iter().any(|t| t.chunks.len() > 1);
+        let mut work = Vec::new();
+        let mut part_elements = 0;
+        for (i, tile) in tiles.iter_mut().enumerate() {
+            if split {
+                tile.parts = part_elements;
+                part_elements += head_parts * tile.chunks.len() * shape.slot();
+                work.extend(tile.chunks.clone().map(|c| (i, c..c + 1)));
+            } else {
+                work.push((i, tile.chunks.clone()));
+            }
+        }
+        // Long items first, so that the last ones to be taken are short.
+        work.sort_by_key(|(_, chunks)| std::cmp::Reverse(chunks.len()));
+        Items {
+            tiles,
+            work,
+            split,
+            part_elements,
+            head_parts,
+            shape,
+        }
+    }
+
+    /// Items of the first phase.
+    pub(crate) fn count(&self) -> usize {
+        self.work.len() * self.head_parts
+    }
+
+    /// Items of the merging phase; 0 if there is nothing to merge.
+    pub(crate) fn merge_count(&self) -> usize {
+        if self.split {
+            self.tiles.len() * self.head_parts
+        } else {
+            0
+        }
+    }
+}
+
+/// A worker's own memory.
+pub(crate) struct Scratch {
+    q: Vec<f32>,
+    scores: Vec<f32>,
+    rows: Vec<f32>,
+    part: Parts,
+    total: Parts,
+}
+
+/// m, l and acc of up to [`MAX_LINES`] lines.
+struct Parts {
+    max: [f32; MAX_LINES],
+    sum: [f32; MAX_LINES],
+    acc: Vec<f32>,
+}
+
+impl Parts {
+    fn new(stride: usize) -> Parts {
+        Parts {
+            max: [0.0; MAX_LINES],
+            sum: [0.0; MAX_LINES],
+            acc: vec![0.0; MAX_LINES * stride],
+        }
+    }
+}
+
+impl Scratch {
+    /// For heads of up to `head_dim` elements and blocks of `block_tokens`.
+    pub(crate) fn new(head_dim: usize, block_tokens: usize) -> Scratch {
+        let stride = head_dim.next_multiple_of(16);
+        Scratch {
+            q: vec![0.0; MAX_LINES * stride],
+            scores: vec![0.0; MAX_LINES * CHUNK],
+            rows: vec![0.0; block_tokens.min(CHUNK) * stride],
+            part: Parts::new(stride),
+            total: Parts::new(stride),
+        }
+    }
+}
+
+/// What the items of a phase share.
+pub(crate) struct Layer<'a> {
+    pub(crate) table: &'static OpTable,
+    pub(crate) spec: &'a AttnSpec,
+    pub(crate) items: &'a Items,
+    pub(crate) batch: &'a BatchMeta,
+    pub(crate) arena: &'a SharedMem<f32>,
+    /// Element of the arena where the result `[T, N, D]` begins.
+    pub(crate) out: usize,
+    /// Memory for parts of split tiles.
+    pub(crate) parts: &'a SharedMem<f32>,
+}
+
+/// The lines of an item: tile, key/value head, first query head, query heads.
+struct Lines<'a> {
+    tile: &'a Tile,
+    kv_head: usize,
+    first_head: usize,
+    heads: usize,
+}
+
+impl<'a> Layer<'a> {
+    fn lines(&self, tile: usize, head_part: usize) -> Lines<'a> {
+        let shape = &self.items.shape;
+        let (kv_head, part) = (head_part / shape.parts, head_part % shape.parts);
+        let first = part * shape.part;
+        Lines {
+            tile: &self.items.tiles[tile],
+            kv_head,
+            first_head: kv_head * shape.group + first,
+            heads: shape.part.min(shape.group - first),
+        }
+    }
+
+    /// Item `item` of the first phase. `q` is the element of the arena where the queries begin.
+    pub(crate) fn attend(&self, cache: &CpuCache, q: usize, item: usize, scratch: &mut Scratch) {
+        let shape = &self.items.shape;
+        let (tile, ref chunks) = self.items.work[item / self.items.head_parts];
+        let head_part = item % self.items.head_parts;
+        let lines = self.lines(tile, head_part);
+        self.load_queries(&lines, q, &mut scratch.q);
+        scratch.total.sum = [0.0; MAX_LINES];
+        let count = lines.heads * lines.tile.rows.len();
+        for chunk in chunks.clone() {
+            let seen = self.seen(&lines, chunk);
+            self.chunk(cache, &lines, chunk, &seen[..count], scratch);
+            let Scratch { part, total, .. } = scratch;
+            if self.items.split {
+                let at = self.slot(lines.tile, head_part, chunk);
+                let memory = self.parts.write(at..at + shape.slot());
+                let (numbers, acc) = memory.split_at_mut(2 * MAX_LINES);
+                numbers[..MAX_LINES].copy_from_slice(&part.max);
+                numbers[MAX_LINES..].copy_from_slice(&part.sum);
+                acc[..count * shape.stride].copy_from_slice(&part.acc[..count * shape.stride]);
+            } else {
+                self.merge(count, &part.max, &part.sum, &part.acc, total);
+            }
+        }
+        if !self.items.split {
+            self.finish(&lines, &scratch.total);
+        }
+    }
+
+    /// Item `item` of the merging phase.
+    pub(crate) fn merge_item(&self, item: usize, scratch: &mut Scratch) {
+        let lines = self.lines(item / self.items.head_parts, item % self.items.head_parts);
+        let count = lines.heads * lines.tile.rows.len();
+        scratch.total.sum = [0.0; MAX_LINES];
+        for chunk in lines.tile.chunks.clone() {
+            let at = self.slot(lines.tile, item % self.items.head_parts, chunk);
+            let memory = self.parts.read(at..at + self.items.shape.slot());
+            let (max, rest) = memory.split_at(MAX_LINES);
+            let (sum, acc) = rest.split_at(MAX_LINES);
+            self.merge(count, max, sum, acc, &mut scratch.total);
+        }
+        self.finish(&lines, &scratch.total);
+    }
+
+    fn slot(&self, tile: &Tile, head_part: usize, chunk: usize) -> usize {
+        let index = head_part * tile.chunks.len() + (chunk - tile.chunks.start);
+        tile.parts + index * self.items.shape.slot()
+    }
+
+    fn load_queries(&self, lines: &Lines<'_>, q: usize, out: &mut [f32]) {
+        let (dim, stride) = (self.spec.head_dim, self.items.shape.stride);
+        let mut out = out.chunks_exact_mut(stride);
+        for row in lines.tile.rows.clone() {
+            let at = q + (row * self.spec.num_heads + lines.first_head) * dim;
+            for head in self.arena.read(at..at + lines.heads * dim).chunks_exact(dim) {
+                let out = out.next().expect("a tile has at most MAX_LINES lines");
+                out[..dim].copy_from_slice(head);
+                out[dim..].fill(0.0);
+            }
+        }
+    }
+
+    /// Which tokens of `chunk` each line sees.
+    fn seen(&self, lines: &Lines<'_>, chunk: usize) -> [(usize, usize); MAX_LINES] {
+        let mut seen = [(0, 0); MAX_LINES];
+        let first = chunk * CHUNK;
+        for (line, seen) in seen
+            .iter_mut()
+            .enumerate()
+            .take(lines.heads * lines.tile.rows.len())
+        {
+            let position = lines.tile.position + line / lines.heads;
+            let low = self
+                .spec
+                .sliding_window
+                .map_or(0, |w| (position + 1).saturating_sub(w as usize));
+            let end = (position + 1).min(first + CHUNK).saturating_sub(first);
+            *seen = (low.saturating_sub(first).min(end), end);
+        }
+        seen
+    }
+
+    fn chunk(
+        &self,
+        cache: &CpuCache,
+        lines: &Lines<'_>,
+        chunk: usize,
+        seen: &[(usize, usize)],
+        s: &mut Scratch,
+    ) {
+        let table = &self.batch.tables[cache.group];
+        let blocks = &table.blocks[table.first[lines.tile.seq] as usize..];
+        let start = table.start[lines.tile.seq] as usize;
+        let visible = seen.iter().filter(|(from, to)| from < to);
+        let low = visible.clone().map(|s| s.0).min().unwrap_or(0) / TOKEN_STEP * TOKEN_STEP;
+        let high = visible
+            .map(|s| s.1)
+            .max()
+            .unwrap_or(0)
+            .next_multiple_of(TOKEN_STEP);
+        // A chunk of 256 tokens meets at most 17 blocks of 16 or more.
+        let mut segments = [Segment {
+            first: 0,
+            tokens: 0,
+            k: &[],
+            v: &[],
+        }; CHUNK / 16 + 1];
+        let (mut count, mut at) = (0, low);
+        while at < high {
+            let position = chunk * CHUNK + at;
+            let slot = position % cache.block_tokens;
+            let tokens = (cache.block_tokens - slot).min(high - at);
+            let block = blocks[(position - start) / cache.block_tokens].0 as usize;
+            let k = cache.key_at(block, lines.kv_head, slot);
+            let v = k + cache.value_distance();
+            let bytes = tokens * cache.row_bytes;
+            segments[count] = Segment {
+                first: at,
+                tokens,
+                k: cache.mem.read(k..k + bytes),
+                v: cache.mem.read(v..v + bytes),
+            };
+            count += 1;
+            at += tokens;
+        }
+        let work = Chunk {
+            kind: cache.kind,
+            head_dim: cache.head_dim,
+            stride: self.items.shape.stride,
+            scale: self.spec.scale,
+            softcap: self.spec.softcap,
+            q: &s.q,
+            seen,
+            segments: &segments[..count],
+        };
+        let out = &mut ChunkOut {
+            scores: &mut s.scores,
+            rows: &mut s.rows,
+            max: &mut s.part.max,
+            sum: &mut s.part.sum,
+            acc: &mut s.part.acc,
+        };
+        self.table.attend(&work, out);
+    }
+
+    /// Adds the parts of one chunk to the totals of the chunks before it.
+    fn merge(&self, lines: usize, max: &[f32], sum: &[f32], acc: &[f32], total: &mut Parts) {
+        let stride = self.items.shape.stride;
+        for line in 0..lines {
+            if sum[line] == 0.0 && max[line] == f32::NEG_INFINITY {
+                continue;
+            }
+            let acc = &acc[line * stride..(line + 1) * stride];
+            let out = &mut total.acc[line * stride..(line + 1) * stride];
+            if total.sum[line] == 0.0 {
+                out.copy_from_slice(acc);
+                (total.max[line], total.sum[line]) = (max[line], sum[line]);
+                continue;
+            }
+            let top = if max[line] > total.max[line] {
+                max[line]
+            } else {
+                total.max[line]
+            };
+            let (old, new) = ((total.max[line] - top).exp(), (max[line] - top).exp());
+            self.table.blend(old, new, acc, out);
+            total.sum[line] = total.sum[line] * old + sum[line] * new;
+            total.max[line] = top;
+        }
+    }
+
+    /// Divides by the sums and writes the lines' results.
+    fn finish(&self, lines: &Lines<'_>, total: &Parts) {
+        let (dim, stride) = (self.spec.head_dim, self.items.shape.stride);
+        for (i, row) in lines.tile.rows.clone().enumerate() {
+            let at = self.out + (row * self.spec.num_heads + lines.first_head) * dim;
+            let out = self.arena.write(at..at + lines.heads * dim);
+            for (h, out) in out.chunks_exact_mut(dim).enumerate() {
+                let line = i * lines.heads + h;
+                self.table
+                    .scale(1.0 / total.sum[line], &total.acc[line * stride..][..dim], out);
+            }
+        }
+    }
+}

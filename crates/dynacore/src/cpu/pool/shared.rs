@@ -1,0 +1,181 @@
+//! Zeroed, 64-byte aligned memory that the workers of a step read and write together.
+//!
+//! The rule that makes the views sound: **between two barriers, a range that one worker takes to write is taken by no
+//! other worker and by no reader.** The executor holds it: it refuses plans in which a step's output overlaps its
+//! inputs, puts a barrier between dependent phases, and the ops split a phase's output into one range per item, each
+//! item being given to one worker. In this crate's own tests a ledger of the ranges taken since the last barrier
+//! checks the rule on every call.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ops::Range;
+use std::ptr::NonNull;
+
+/// Types any bit pattern is valid for, including all zeros.
+///
+/// # Safety
+/// Implementors have no padding, no invalid bit patterns and no drop glue.
+pub(crate) unsafe trait Plain: Copy + Send + Sync + 'static {}
+// SAFETY: every bit pattern is a valid f32.
+unsafe impl Plain for f32 {}
+// SAFETY: every bit pattern is a valid u8.
+unsafe impl Plain for u8 {}
+
+/// See the module's docs.
+pub(crate) struct SharedMem<T: Plain> {
+    start: NonNull<T>,
+    len: usize,
+    #[cfg(test)]
+    ledger: std::sync::Mutex<Vec<Claim>>,
+}
+
+#[cfg(test)]
+struct Claim {
+    range: Range<usize>,
+    write: bool,
+    thread: std::thread::ThreadId,
+}
+
+// SAFETY: the memory is owned, `T` is plain data, and views follow the module's rule.
+unsafe impl<T: Plain> Send for SharedMem<T> {}
+// SAFETY: as above.
+unsafe impl<T: Plain> Sync for SharedMem<T> {}
+
+impl<T: Plain> SharedMem<T> {
+    fn layout(len: usize) -> Option<Layout> {
+        let bytes = len.max(1).checked_mul(size_of::<T>())?;
+        Layout::from_size_align(bytes.checked_next_multiple_of(64)?, 64).ok()
+    }
+
+    /// `len` zeros, or `None` if the system refuses. Large blocks take physical memory only when first touched.
+    pub(crate) fn zeroed(len: usize) -> Option<SharedMem<T>> {
+        let layout = Self::layout(len)?;
+        // SAFETY: the layout's size is not zero.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) }.cast::<T>())?;
+        Some(SharedMem {
+            start,
+            len,
+            #[cfg(test)]
+            ledger: std::sync::Mutex::default(),
+        })
+    }
+
+    /// Elements.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// A range for reading.
+    ///
+    /// # Panics
+    /// If the range lies outside, or (in this crate's tests) breaks the module's rule.
+    pub(crate) fn read(&self, range: Range<usize>) -> &[T] {
+        self.claim(&range, false);
+        // SAFETY: `claim` has checked the bounds; the memory is initialised (zeroed at first, then written through
+        // views of `T`); by the module's rule no other worker writes it before the next barrier.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.end - range.start) }
+    }
+
+    /// A range for writing, by this worker alone until the next barrier.
+    ///
+    /// # Panics
+    /// As [`SharedMem::read`].
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "disjointness is the module's rule, checked by the ledger in tests"
+    )]
+    pub(crate) fn write(&self, range: Range<usize>) -> &mut [T] {
+        self.claim(&range, true);
+        // SAFETY: `claim` has checked the bounds; by the module's rule nobody else holds a view of the range.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.end - range.start)
+        }
+    }
+
+    fn claim(&self, range: &Range<usize>, write: bool) {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "a view lies inside its memory: {range:?} of {}",
+            self.len
+        );
+        #[cfg(not(test))]
+        let _ = write;
+        #[cfg(test)]
+        {
+            let thread = std::thread::current().id();
+            let mut ledger = self
+                .ledger
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            if range.is_empty() {
+                return;
+            }
+            for claim in ledger.iter() {
+                let overlap = claim.range.start < range.end && range.start < claim.range.end;
+                assert!(
+                    !(overlap && (write || claim.write) && claim.thread != thread),
+                    "ranges of one phase are disjoint: {range:?} (write: {write}) meets {:?} (write: {})",
+                    claim.range,
+                    claim.write
+                );
+            }
+            let known = ledger.iter().any(|c| {
+                c.thread == thread
+                    && c.write >= write
+                    && c.range.start <= range.start
+                    && range.end <= c.range.end
+            });
+            if !known {
+                ledger.push(Claim {
+                    range: range.clone(),
+                    write,
+                    thread,
+                });
+            }
+        }
+    }
+
+    /// Forgets the ledger: called by one worker between two barriers, or by the owner while no job runs.
+    pub(crate) fn new_phase(&self) {
+        #[cfg(test)]
+        self.ledger
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .clear();
+    }
+}
+
+impl<T: Plain> Drop for SharedMem<T> {
+    fn drop(&mut self) {
+        if let Some(layout) = Self::layout(self.len) {
+            // SAFETY: allocated in `zeroed` with the same layout.
+            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn starts_zeroed_and_aligned_and_refuses_what_cannot_be_had() {
+        let mem = SharedMem::<f32>::zeroed(100).expect("a little memory can be had");
+        assert_eq!(mem.read(0..100), [0.0; 100]);
+        assert_eq!(mem.read(0..1).as_ptr() as usize % 64, 0);
+        assert!(SharedMem::<f32>::zeroed(usize::MAX / 2).is_none());
+        assert_eq!(SharedMem::<u8>::zeroed(0).expect("nothing can be had").len(), 0);
+    }
+
+    #[cfg(test)]
+    #[test]
+    fn the_ledger_finds_two_workers_in_one_range() {
+        let mem = SharedMem::<f32>::zeroed(10).expect("a little memory can be had");
+        mem.write(0..5).fill(1.0);
+        std::thread::scope(|s| {
+            assert!(s.spawn(|| mem.write(5..10)[0] = 2.0).join().is_ok());
+            assert!(s.spawn(|| mem.read(4..5)[0]).join().is_err());
+        });
+        mem.new_phase();
+        assert_eq!(mem.read(4..6), [1.0, 2.0]);
+    }
+}
