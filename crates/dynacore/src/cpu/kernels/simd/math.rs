@@ -40,7 +40,7 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     // Minimax for (tanh x − x)/x³ in x², |x| < 0.625 (Cephes, tanhf).
     let z = s.mul(a, a);
     let mut p = s.splat(-0.005_704_988_7);
-    for c in [0.020_639_089, -0.053_739_714, 0.133_314_42, -0.333_332_8] {
+    for c in [0.020_639_09, -0.053_739_715, 0.133_314_42, -0.333_332_8] {
         p = s.fma(p, z, s.splat(c));
     }
     let near = s.fma(s.mul(p, z), a, a);
