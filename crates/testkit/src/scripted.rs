@@ -1,10 +1,10 @@
-//! A device without arithmetic, for testing schedulers and engines: it stores token ids in paged blocks as a real one
-//! stores keys and values, and "predicts" by hashing all tokens it can see through the block tables.
+//! A device without arithmetic, for testing schedulers and engines: it stores token ids in paged blocks as a
+//! real one stores keys and values, and "predicts" by hashing all tokens it can see through the block tables.
 //!
-//! Its answer for a row depends on every token of the row's sequence and their order, so a wrong table, position, copy,
-//! reused block or stale prefix changes the reply or is caught outright: every slot remembers which token at which
-//! position it holds, in the context of which tokens before it, and a row may only read slots written for exactly its
-//! own prefix.
+//! Its answer for a row depends on every token of the row's sequence and their order, so a wrong table,
+//! position, copy, reused block or stale prefix changes the reply or is caught outright: every slot remembers
+//! which token at which position it holds, in the context of which tokens before it, and a row may only read
+//! slots written for exactly its own prefix.
 
 use std::collections::HashMap;
 

@@ -5,6 +5,8 @@ use std::time::Instant;
 use crate::error::Error;
 use crate::sample::params::{SamplingParams, TokenId};
 
+pub use crate::sample::logprobs::TokenLogprobs;
+
 /// One prompt to continue.
 pub struct Request {
     /// Prompt tokens, at least one.
@@ -62,17 +64,6 @@ pub enum Event {
     },
     /// The request failed; nothing follows.
     Failed(Error),
-}
-
-/// Log-probabilities at one position, natural logarithm, of the distribution before temperature and filters.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TokenLogprobs {
-    /// The token that stands there.
-    pub token: TokenId,
-    /// Its log-probability.
-    pub logprob: f32,
-    /// The most likely tokens, best first.
-    pub top: Vec<(TokenId, f32)>,
 }
 
 /// Why a reply ended.

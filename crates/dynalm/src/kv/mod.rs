@@ -1,9 +1,10 @@
 //! Who holds which block of the paged cache: pools, block tables, prefix tree.
 //!
-//! This is accounting only: numbers of blocks, never their contents, which live on the device. A model's layers fall
-//! into *groups* that keep the same tokens (see [`dynair::BatchMeta`]); each group has a [`KvPool`], each sequence one
-//! [`BlockTable`] per group, and the [`RadixTree`] keeps the blocks of computed tokens for whoever comes next. There is
-//! no clock, thread or randomness here: the same calls give the same blocks.
+//! This is accounting only: numbers of blocks, never their contents, which live on the device. A model's
+//! layers fall into *groups* that keep the same tokens (see [`dynair::BatchMeta`]); each group has a
+//! [`KvPool`], each sequence one [`BlockTable`] per group, and the [`RadixTree`] keeps the blocks of computed
+//! tokens for whoever comes next. There is no clock, thread or randomness here: the same calls give the same
+//! blocks.
 
 pub mod pool;
 pub mod radix;
@@ -17,7 +18,8 @@ use dynair::CacheDecl;
 
 use crate::error::{Error, Result};
 
-/// The first position that a token at position `next`, and so any later one, may read in a group with this window.
+/// The first position that a token at position `next`, and so any later one, may read in a group with this
+/// window.
 ///
 /// A token at position p of a windowed layer sees positions `p + 1 − window ..= p`.
 pub fn first_needed(window: Option<u32>, next: usize) -> usize {

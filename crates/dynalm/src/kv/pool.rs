@@ -1,8 +1,8 @@
 //! The blocks of one cache group: a free list and a count of holders per block.
 //!
-//! A block is *free* (no holder), or *held* by sequences, by the prefix tree, or by both. A block that only the tree
-//! holds is *idle*: it can be had by evicting it. Invariants, checked by [`KvPool::check`]: free + held = total; no
-//! free block has a holder; a block is in the free list at most once.
+//! A block is *free* (no holder), or *held* by sequences, by the prefix tree, or by both. A block that only
+//! the tree holds is *idle*: it can be had by evicting it. Invariants, checked by [`KvPool::check`]: free +
+//! held = total; no free block has a holder; a block is in the free list at most once.
 
 use dynair::BlockId;
 
@@ -41,7 +41,8 @@ impl KvPool {
         self.free.len()
     }
 
-    /// The free blocks, in no useful order: what they hold is dead, and may be overwritten to find out who reads it.
+    /// The free blocks, in no useful order: what they hold is dead, and may be overwritten to find out who
+    /// reads it.
     pub fn free_blocks(&self) -> &[BlockId] {
         &self.free
     }
@@ -82,7 +83,8 @@ impl KvPool {
     /// Removes a holder; the last one frees the block.
     ///
     /// # Panics
-    /// If nobody holds the block, or the tree is the only holder: the tree lets go through [`KvPool::uncache`].
+    /// If nobody holds the block, or the tree is the only holder: the tree lets go through
+    /// [`KvPool::uncache`].
     pub fn release(&mut self, block: BlockId) {
         self.update(block, |holders, cached| {
             assert!(

@@ -1,19 +1,21 @@
 //! The prefix tree: which computed tokens are still in the cache, so that nobody computes them twice.
 //!
-//! A node stands for one block of tokens after its parent's; a path from the root spells a prefix. Children are kept in
-//! token order, so an exact child is one ordered lookup, and the child with the longest common beginning is a neighbour
-//! of the place where the searched tokens would stand: reuse is exact to the token, the last, partly equal block being
-//! copied by the finder. A node with fewer than `block_tokens` tokens is the partly filled end of a finished sequence;
-//! it has no children and goes when a longer one with the same beginning comes.
+//! A node stands for one block of tokens after its parent's; a path from the root spells a prefix. Children
+//! are kept in token order, so an exact child is one ordered lookup, and the child with the longest common
+//! beginning is a neighbour of the place where the searched tokens would stand: reuse is exact to the token,
+//! the last, partly equal block being copied by the finder. A node with fewer than `block_tokens` tokens is
+//! the partly filled end of a finished sequence; it has no children and goes when a longer one with the same
+//! beginning comes.
 //!
-//! A node holds a share of one block in each full group, and in each windowed group unless that one was evicted. A
-//! prefix of n tokens can be used if every windowed group still has the blocks that a token at position n reads;
-//! [`RadixTree::find`] gives the longest such n.
+//! A node holds a share of one block in each full group, and in each windowed group unless that one was
+//! evicted. A prefix of n tokens can be used if every windowed group still has the blocks that a token at
+//! position n reads; [`RadixTree::find`] gives the longest such n.
 //!
-//! Eviction. Full groups: the least recently used leaf that nobody has locked, with all its blocks. A sequence locks the
-//! last node of its path and holds the blocks of all of them, so an unlocked leaf is used by nobody. Windowed groups:
-//! blocks in any node that only the tree holds, first those that a sequence slid past and nobody matched since (*cold*),
-//! then the least recently used. A node left without any block and without children is removed.
+//! Eviction. Full groups: the least recently used leaf that nobody has locked, with all its blocks. A
+//! sequence locks the last node of its path and holds the blocks of all of them, so an unlocked leaf is used
+//! by nobody. Windowed groups: blocks in any node that only the tree holds, first those that a sequence slid
+//! past and nobody matched since (*cold*), then the least recently used. A node left without any block and
+//! without children is removed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -118,7 +120,8 @@ impl RadixTree {
         self.len() == 0
     }
 
-    /// The longest usable prefix of `tokens[..limit]`. With `partial` the match may end inside a block. Changes nothing.
+    /// The longest usable prefix of `tokens[..limit]`. With `partial` the match may end inside a block.
+    /// Changes nothing.
     pub fn find(&self, tokens: &[TokenId], limit: usize, partial: bool) -> Found {
         let tokens = &tokens[..limit.min(tokens.len())];
         let mut path = Vec::new();
@@ -215,8 +218,8 @@ impl RadixTree {
         found.path.iter().skip(first).filter(|node| used(node)).count()
     }
 
-    /// Shares the whole blocks of a match into `tables` (one per group, without blocks), marks all it uses as just used
-    /// and locks the path's last node, or the root.
+    /// Shares the whole blocks of a match into `tables` (one per group, without blocks), marks all it uses as
+    /// just used and locks the path's last node, or the root.
     pub fn take(&mut self, found: &Found, tables: &mut [BlockTable], pools: &mut [KvPool]) {
         self.ticks += 1;
         for g in 0..self.windows.len() {
@@ -236,8 +239,8 @@ impl RadixTree {
         self.lock(found.path.last().copied().unwrap_or(Self::ROOT));
     }
 
-    /// Shares a partial match's blocks, one per group, and locks its node, for the time until they are copied. The caller
-    /// releases the blocks and then the lock.
+    /// Shares a partial match's blocks, one per group, and locks its node, for the time until they are
+    /// copied. The caller releases the blocks and then the lock.
     pub fn share_partial(&mut self, node: NodeId, pools: &mut [KvPool]) -> Vec<BlockId> {
         self.ticks += 1;
         self.touch(node);
@@ -252,8 +255,8 @@ impl RadixTree {
             .collect()
     }
 
-    /// Keeps block `index` of a sequence below `parent`, whose tokens are `tokens`. If the same tokens are already there,
-    /// the sequence's table takes the tree's block and its own is released. Returns the node.
+    /// Keeps block `index` of a sequence below `parent`, whose tokens are `tokens`. If the same tokens are
+    /// already there, the sequence's table takes the tree's block and its own is released. Returns the node.
     ///
     /// # Panics
     /// If a full group's table does not list the block.
@@ -297,8 +300,8 @@ impl RadixTree {
         node
     }
 
-    /// Keeps the partly filled last block `index` of a finished sequence, unless a longer one with the same beginning is
-    /// there or a group does not list it. The same ownership rules as [`RadixTree::insert`].
+    /// Keeps the partly filled last block `index` of a finished sequence, unless a longer one with the same
+    /// beginning is there or a group does not list it. The same ownership rules as [`RadixTree::insert`].
     pub fn insert_end(
         &mut self,
         parent: NodeId,
@@ -344,8 +347,8 @@ impl RadixTree {
         }
     }
 
-    /// Says that a sequence no longer reads the windowed block of `node`: it goes first when memory is short, unless it
-    /// has served a second sequence already.
+    /// Says that a sequence no longer reads the windowed block of `node`: it goes first when memory is short,
+    /// unless it has served a second sequence already.
     pub fn cool(&mut self, node: NodeId, group: usize) {
         let entry = self.node(node);
         if self.windows[group].is_some() && entry.blocks[group].is_some() && !entry.reused {
@@ -428,7 +431,8 @@ impl RadixTree {
         }
     }
 
-    /// After a node lost a lock, a child or a block: it becomes an evictable leaf, or goes if it holds nothing.
+    /// After a node lost a lock, a child or a block: it becomes an evictable leaf, or goes if it holds
+    /// nothing.
     fn settle(&mut self, node: NodeId, pools: &mut [KvPool]) {
         let entry = self.node(node);
         if entry.locks > 0 || !entry.children.is_empty() {

@@ -1,5 +1,5 @@
-//! How a batch is put together: decodes, then prefills, then the device's description of both. The policy is described
-//! in [`super::scheduler`].
+//! How a batch is put together: decodes, then prefills, then the device's description of both. The policy is
+//! described in [`super::scheduler`].
 
 use std::cmp::Reverse;
 
@@ -194,8 +194,8 @@ impl Scheduler {
         }
     }
 
-    /// Blocks per group that a waiting sequence takes out of `left`, `spare` staying for the others to grow into; `None`
-    /// if they are not there.
+    /// Blocks per group that a waiting sequence takes out of `left`, `spare` staying for the others to grow
+    /// into; `None` if they are not there.
     fn blocks_to_start(&self, id: SeqId, left: &[usize], spare: usize) -> Option<Vec<usize>> {
         let seq = &self.seqs[&id];
         let mut need: Vec<usize> = (0..left.len())
@@ -280,8 +280,8 @@ impl Scheduler {
         rows
     }
 
-    /// How many of `rows` rows from position `from` on memory can be had for, and takes it. Preempts sequences served
-    /// later than this one if it would otherwise have no row at all.
+    /// How many of `rows` rows from position `from` on memory can be had for, and takes it. Preempts
+    /// sequences served later than this one if it would otherwise have no row at all.
     fn fit_memory(&mut self, id: SeqId, from: usize, rows: usize, planned: usize, step: &mut Step) -> usize {
         loop {
             let seq = &self.seqs[&id];

@@ -1,21 +1,24 @@
 //! Admission, batches and commits.
 //!
-//! The engine calls, in a loop: [`Scheduler::admit`] and [`Scheduler::abort`] between steps; [`Scheduler::next_batch`];
-//! then, with the step executed and its rows sampled, [`Scheduler::commit`].
+//! The engine calls, in a loop: [`Scheduler::admit`] and [`Scheduler::abort`] between steps;
+//! [`Scheduler::next_batch`]; then, with the step executed and its rows sampled, [`Scheduler::commit`].
 //!
-//! *Prefix cache.* Blocks become matchable at the commit of the step that computed them, those of a prompt still being
-//! prefilled too. A waiting sequence is matched when it first gets rows, not at its arrival. If a running prefill is
-//! about to compute much of what a waiting sequence needs, that one waits for it instead of computing it as well. Blocks
-//! of ended, aborted and preempted sequences stay in the tree until their memory is needed.
+//! *Prefix cache.* Blocks become matchable at the commit of the step that computed them, those of a prompt
+//! still being prefilled too. A waiting sequence is matched when it first gets rows, not at its arrival. If a
+//! running prefill is about to compute much of what a waiting sequence needs, that one waits for it instead
+//! of computing it as well. Blocks of ended, aborted and preempted sequences stay in the tree until their
+//! memory is needed.
 //!
-//! *Memory.* Blocks are taken as rows need them: from the free list, else by evicting what nobody uses, else by
-//! preempting the sequence that is served last (lowest priority, then youngest), which gives its blocks back, keeps its
-//! tokens, and is computed again later. A sequence whose prompt can never fit is refused at admission.
+//! *Memory.* Blocks are taken as rows need them: from the free list, else by evicting what nobody uses, else
+//! by preempting the sequence that is served last (lowest priority, then youngest), which gives its blocks
+//! back, keeps its tokens, and is computed again later. A sequence whose prompt can never fit is refused at
+//! admission.
 //!
-//! *Order.* Every decoding sequence gets its row in each step. What is left of the token budget goes to prefills; with
-//! somebody decoding at most `mixed_prefill_tokens`. The first in order gets at least half, the rest goes to those with
-//! the fewest tokens left, so that a short prompt need not wait for a long one and a long one always moves. A waiting
-//! sequence for which memory is short may be passed by others `max_skips` times, then all wait for it.
+//! *Order.* Every decoding sequence gets its row in each step. What is left of the token budget goes to
+//! prefills; with somebody decoding at most `mixed_prefill_tokens`. The first in order gets at least half,
+//! the rest goes to those with the fewest tokens left, so that a short prompt need not wait for a long one
+//! and a long one always moves. A waiting sequence for which memory is short may be passed by others
+//! `max_skips` times, then all wait for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -81,7 +84,8 @@ pub struct BatchRow {
     pub scores: usize,
     /// See `scores`.
     pub score_position: usize,
-    /// How many output rows after those are to be sampled: 0 in the middle of a prompt, 1, or 1 + the draft's length.
+    /// How many output rows after those are to be sampled: 0 in the middle of a prompt, 1, or 1 + the draft's
+    /// length.
     pub samples: usize,
 }
 
@@ -101,8 +105,8 @@ pub struct Batch {
 /// What came of a sequence's rows; one per [`Batch::rows`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// Go on with these new tokens: none in the middle of a prompt, else one, or the accepted draft tokens and the one
-    /// drawn after them.
+    /// Go on with these new tokens: none in the middle of a prompt, else one, or the accepted draft tokens
+    /// and the one drawn after them.
     Continue(Vec<TokenId>),
     /// The reply ends after these new tokens.
     End(Vec<TokenId>),
@@ -281,8 +285,10 @@ impl Scheduler {
     /// Takes a sequence into the queue.
     ///
     /// # Errors
-    /// If the prompt is empty, or if it and one more token (unless `max_tokens` is 0) exceed [`Scheduler::window`].
-    pub fn admit(&mut self, new: NewSequence) -> Result<SeqId> {
+    /// If the prompt is empty, or if it and one more token (unless `max_tokens` is 0) exceed
+    /// [`Scheduler::window`].
+    pub fn admit(&mut self, mut new: NewSequence) -> Result<SeqId> {
+        new.cache &= self.config.prefix_cache;
         let prompt = new.prompt.len();
         if prompt == 0 {
             return Err(Error::Request {
@@ -329,7 +335,8 @@ impl Scheduler {
         true
     }
 
-    /// Proposes tokens that may follow sequence `id`; the next step verifies as many as fit. Ignored unless it decodes.
+    /// Proposes tokens that may follow sequence `id`; the next step verifies as many as fit. Ignored unless
+    /// it decodes.
     pub fn propose(&mut self, id: SeqId, draft: Vec<TokenId>) {
         if let Some(seq) = self.seqs.get_mut(&id).filter(|seq| seq.is_decoding()) {
             seq.draft = draft;
@@ -346,8 +353,8 @@ impl Scheduler {
         self.seqs.is_empty()
     }
 
-    /// Takes in what came of a batch: one outcome per row of [`Batch::rows`]. Rows of sequences aborted meanwhile are
-    /// passed over.
+    /// Takes in what came of a batch: one outcome per row of [`Batch::rows`]. Rows of sequences aborted
+    /// meanwhile are passed over.
     ///
     /// # Panics
     /// If the batch is not the one in flight, or an outcome does not fit its row.

@@ -23,7 +23,8 @@ pub struct NewSequence {
     pub priority: i32,
     /// Whether cached prefixes may be used and this sequence's blocks kept for others.
     pub cache: bool,
-    /// Whether logits of all prompt positions are wanted. Cached prefixes are not used then, as they have none.
+    /// Whether logits of all prompt positions are wanted. Cached prefixes are not used then, as they have
+    /// none.
     pub score_prompt: bool,
 }
 
@@ -168,7 +169,8 @@ impl Sequence {
         self.tokens.len() < self.max_len
     }
 
-    /// Most tokens that may come from the prefix cache: one must be computed, and so must all whose logits are owed.
+    /// Most tokens that may come from the prefix cache: one must be computed, and so must all whose logits
+    /// are owed.
     pub(super) fn reuse_limit(&self) -> usize {
         let all_but_one = self.tokens.len() - 1;
         if self.score_prompt {
@@ -178,7 +180,8 @@ impl Sequence {
         }
     }
 
-    /// Prompt positions of `rows` whose logits are owed for scoring: the logits at p judge the token at p + 1.
+    /// Prompt positions of `rows` whose logits are owed for scoring: the logits at p judge the token at p +
+    /// 1.
     pub(super) fn scoring(&self, rows: &Range<usize>) -> Range<usize> {
         if !self.score_prompt {
             return rows.start..rows.start;
