@@ -11,5 +11,6 @@ pub mod kv;
 pub mod models;
 pub mod sample;
 pub mod sched;
+pub mod settings;
 
 pub use error::{Error, Result};

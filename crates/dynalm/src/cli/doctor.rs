@@ -1,0 +1,158 @@
+//! `dynalm doctor`: what this machine supports, whether its kernels compute what they should, and how a model would
+//! run on it.
+
+use clap::Args;
+use dynacore::Device;
+use dynacore::cpu::{self, Topology, isa::Isa};
+
+use super::options::ModelArgs;
+use super::{console, pull, session, text};
+use crate::load;
+use crate::settings::Settings;
+
+/// Arguments of `doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Also say whether and how this model would run
+    #[arg(value_name = "MODEL")]
+    name: Option<String>,
+    /// Print the model's plan: every step with its op, shapes, bytes and operations
+    #[arg(long, requires = "name")]
+    plan: bool,
+    /// Skip the kernel self-test
+    #[arg(long)]
+    no_test: bool,
+    /// As JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    pub(super) model: ModelArgs,
+}
+
+pub(super) fn run(args: &DoctorArgs, settings: &Settings) -> anyhow::Result<()> {
+    let topology = Topology::detect();
+    let device = session::device(settings)?;
+    let info = device.info().clone();
+    let tests = if args.no_test { Vec::new() } else { cpu::self_test() };
+    let failed = tests.iter().filter(|t| !t.passed()).count();
+    let warnings = warnings(&topology, &info, failed);
+    let model = match &args.name {
+        Some(name) => Some(model_report(name, args, settings, &device)?),
+        None => None,
+    };
+    let isas: Vec<&str> = Isa::available().iter().map(|i| i.name()).collect();
+    if args.json {
+        let mut report = serde_json::json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "cpu": {
+                "name": topology.model_name, "cores_seen": topology.cores_seen,
+                "cores_granted": topology.cores_granted, "quota": topology.quota, "threads": info.units,
+                "tables": isas, "table": info.isa,
+            },
+            "memory": {"total_bytes": topology.total_bytes(), "free_bytes": topology.free_bytes()},
+            "gpus": [],
+            "self_test": {"cases": tests.len(), "failed": failed},
+            "warnings": warnings,
+        });
+        if let Some(model) = &model {
+            report["model"] = model.json.clone();
+        }
+        text::out(&format!("{}\n", serde_json::to_string_pretty(&report)?))?;
+    } else {
+        let quota = topology.quota.map_or_else(String::new, |q| format!(", quota {q:.2} cores"));
+        let mut rows = vec![
+            vec!["version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()],
+            vec!["cpu".to_owned(), topology.model_name.clone()],
+            vec![
+                "cores".to_owned(),
+                format!(
+                    "{} seen, {} granted{quota}; {} worker threads",
+                    topology.cores_seen, topology.cores_granted, info.units
+                ),
+            ],
+            vec!["kernels".to_owned(), format!("{} (of {})", info.isa, isas.join(", "))],
+            vec![
+                "memory".to_owned(),
+                format!("{} free of {}", console::bytes(topology.free_bytes()), console::bytes(topology.total_bytes())),
+            ],
+            vec!["gpu".to_owned(), "none: this build has the CPU device only".to_owned()],
+        ];
+        if !args.no_test {
+            let verdict = if failed == 0 { "passed" } else { "FAILED" };
+            rows.push(vec![
+                "self-test".to_owned(),
+                format!("{} of {} cases {verdict}", if failed == 0 { tests.len() } else { failed }, tests.len()),
+            ]);
+        }
+        text::out(&console::table(&rows))?;
+        for t in tests.iter().filter(|t| !t.passed()) {
+            text::out(&format!("failed: {t}\n"))?;
+        }
+        for warning in &warnings {
+            text::out(&format!("warning: {warning}\n"))?;
+        }
+        if let Some(model) = &model {
+            text::out(&format!("\n{}", model.text))?;
+        }
+    }
+    anyhow::ensure!(failed == 0, "{failed} kernel cases differ from the reference on this machine; use --mode safe");
+    Ok(())
+}
+
+fn warnings(topology: &Topology, info: &dynacore::DeviceInfo, failed: usize) -> Vec<String> {
+    let mut all = Vec::new();
+    if info.units > topology.auto_threads() {
+        all.push(format!(
+            "{} threads on {} granted cores slow each other down; use --threads auto",
+            info.units,
+            topology.auto_threads()
+        ));
+    }
+    if info.isa == "portable" {
+        all.push("only the portable kernels are in use; a CPU with AVX2 is many times faster".to_owned());
+    }
+    if failed > 0 {
+        all.push("kernels compute wrong results here; please report this CPU, and use --mode safe".to_owned());
+    }
+    all
+}
+
+struct Report {
+    text: String,
+    json: serde_json::Value,
+}
+
+fn model_report(name: &str, args: &DoctorArgs, settings: &Settings, device: &dyn Device) -> anyhow::Result<Report> {
+    let path = pull::find_or_pull(name, settings)?;
+    let checkpoint = load::open(&path)?;
+    let options = session::load_options(settings, 1, args.model.chat_template.as_deref())?;
+    let weights: u64 = checkpoint.gguf.tensors().iter().map(|t| t.bytes() as u64).sum();
+    let caches = checkpoint.graph.caches.clone();
+    let facts = checkpoint.facts.clone();
+    let plan = load::plan(checkpoint.graph, device, &options)?;
+    let free = device.free_bytes()?.saturating_sub(weights + plan.arena_bytes as u64);
+    let cache = load::size_cache(&caches, facts.trained_context, free, &options)?;
+    let fits = free > cache.bytes as u64;
+    let rows = vec![
+        vec!["model".to_owned(), format!("{} ({}, {})", facts.title, facts.architecture, facts.quantization)],
+        vec!["weights".to_owned(), console::bytes(weights)],
+        vec!["context".to_owned(), format!("{} of {} tokens", cache.max_context, facts.trained_context)],
+        vec!["cache".to_owned(), format!("{} when full", console::bytes(cache.bytes as u64))],
+        vec!["intermediates".to_owned(), console::bytes(plan.arena_bytes as u64)],
+        vec!["fits".to_owned(), if fits { "yes, on the cpu device" } else { "no" }.to_owned()],
+        vec!["steps".to_owned(), plan.steps.len().to_string()],
+    ];
+    let mut text = console::table(&rows);
+    let mut json = serde_json::json!({
+        "path": path, "title": facts.title, "architecture": facts.architecture, "quantization": facts.quantization,
+        "weight_bytes": weights, "context": cache.max_context, "cache_bytes": cache.bytes,
+        "arena_bytes": plan.arena_bytes, "fits": fits, "steps": plan.steps.len(),
+    });
+    if args.plan {
+        let listing = plan.to_text();
+        json["plan"] = listing.lines().collect::<Vec<_>>().into();
+        text.push('\n');
+        text.push_str(&listing);
+    }
+    Ok(Report { text, json })
+}

@@ -1,0 +1,172 @@
+//! `dynalm inspect`: what a model file holds, without loading its weights.
+
+use std::collections::BTreeMap;
+
+use clap::Args;
+use dynair::CacheDecl;
+
+use super::options::Flags;
+use super::{console, pull, session, text};
+use crate::format::value::Value;
+use crate::load::{self, Checkpoint};
+use crate::settings::Settings;
+
+/// Longest value shown for a metadata key, characters.
+const SHOWN: usize = 100;
+
+/// Arguments of `inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// File, folder or name of a model
+    #[arg(value_name = "MODEL")]
+    name: String,
+    /// List every tensor
+    #[arg(long)]
+    tensors: bool,
+    /// List every metadata key
+    #[arg(long)]
+    metadata: bool,
+    /// Context window whose memory is shown; auto: the model's
+    #[arg(long, value_name = "N")]
+    ctx: Option<String>,
+    /// Element type of the cache whose memory is shown
+    #[arg(long, value_name = "TYPE")]
+    kv: Option<String>,
+    /// As JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl InspectArgs {
+    pub(super) fn flags(&self) -> Flags {
+        let all = [(&self.ctx, "ctx", "ctx"), (&self.kv, "kv", "kv")];
+        all.into_iter().filter_map(|(v, key, flag)| Some((key, v.clone()?, flag))).collect()
+    }
+}
+
+pub(super) fn run(args: &InspectArgs, settings: &Settings) -> anyhow::Result<()> {
+    let path = pull::find_or_pull(&args.name, settings)?;
+    let checkpoint = load::open(&path)?;
+    let (tokenizer, template) = load::texts(&checkpoint.gguf, None)?;
+    let options = session::load_options(settings, 1, None)?;
+    let facts = &checkpoint.facts;
+    let context = options.ctx.unwrap_or(facts.trained_context);
+    let one = load::LoadOptions { ctx: Some(context), kv_tokens: Some(context), ..options };
+    let cache = load::size_cache(&checkpoint.graph.caches, facts.trained_context, u64::MAX >> 1, &one)?;
+    let weights: usize = checkpoint.gguf.tensors().iter().map(|t| t.bytes()).sum();
+    let mut by_type: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+    for t in checkpoint.gguf.tensors() {
+        let entry = by_type.entry(t.dtype.name()).or_default();
+        entry.0 += 1;
+        entry.1 += t.bytes();
+    }
+    if args.json {
+        let types: serde_json::Map<_, _> = by_type
+            .iter()
+            .map(|(name, (n, bytes))| ((*name).to_owned(), serde_json::json!({"tensors": n, "bytes": bytes})))
+            .collect();
+        let mut all = serde_json::json!({
+            "path": path, "title": facts.title, "architecture": facts.architecture,
+            "parameters": facts.parameters, "quantization": facts.quantization, "file_bytes": facts.file_bytes,
+            "layers": checkpoint.spec.layers.len(), "hidden_size": checkpoint.spec.hidden_size,
+            "vocab_size": checkpoint.spec.vocab_size, "trained_context": facts.trained_context,
+            "types": types, "chat_template": template.is_some(),
+            "memory": {"context": context, "weights": weights, "cache": cache.bytes, "cache_type": one.kv.name()},
+        });
+        if args.metadata {
+            all["metadata"] = checkpoint
+                .gguf
+                .metadata()
+                .iter()
+                .map(|(key, value)| (key.to_owned(), serde_json::Value::from(short(value))))
+                .collect::<serde_json::Map<_, _>>()
+                .into();
+        }
+        if args.tensors {
+            all["tensors"] = tensor_rows(&checkpoint)
+                .into_iter()
+                .map(|r| serde_json::json!({"name": r[0], "type": r[1], "shape": r[2], "bytes": r[3]}))
+                .collect();
+        }
+        return text::out(&format!("{}\n", serde_json::to_string_pretty(&all)?));
+    }
+    let mut rows = vec![
+        vec!["file".to_owned(), path.display().to_string()],
+        vec!["name".to_owned(), facts.title.clone()],
+        vec!["architecture".to_owned(), facts.architecture.clone()],
+        vec!["parameters".to_owned(), console::parameters(facts.parameters)],
+        vec!["quantisation".to_owned(), facts.quantization.clone()],
+        vec!["size".to_owned(), console::bytes(facts.file_bytes)],
+        vec!["layers".to_owned(), layers(&checkpoint)],
+        vec!["context".to_owned(), format!("{} tokens", facts.trained_context)],
+        vec![
+            "vocabulary".to_owned(),
+            format!("{} tokens, {} end a turn", tokenizer.vocab().len(), tokenizer.vocab().eog_tokens().len()),
+        ],
+        vec!["chat template".to_owned(), if template.is_some() { "yes" } else { "none" }.to_owned()],
+        vec![
+            "memory".to_owned(),
+            format!(
+                "weights {}, cache {} for {context} tokens ({})",
+                console::bytes(weights as u64),
+                console::bytes(cache.bytes as u64),
+                one.kv
+            ),
+        ],
+    ];
+    for (name, (n, bytes)) in &by_type {
+        rows.push(vec![format!("type {name}"), format!("{n} tensors, {}", console::bytes(*bytes as u64))]);
+    }
+    text::out(&console::table(&rows))?;
+    if args.metadata {
+        let rows: Vec<_> =
+            checkpoint.gguf.metadata().iter().map(|(key, value)| vec![key.to_owned(), short(value)]).collect();
+        text::out(&format!("\n{}", console::table(&rows)))?;
+    }
+    if args.tensors {
+        text::out(&format!("\n{}", console::table(&tensor_rows(&checkpoint))))?;
+    }
+    Ok(())
+}
+
+fn layers(checkpoint: &Checkpoint) -> String {
+    let spec = &checkpoint.spec;
+    let attn = spec.layers.first().map(|l| l.attn);
+    let windowed = checkpoint
+        .graph
+        .caches
+        .iter()
+        .filter_map(|c| match c {
+            CacheDecl::Kv { window, .. } => *window,
+            CacheDecl::State { .. } => None,
+        })
+        .collect::<Vec<_>>();
+    let heads = attn.map_or_else(String::new, |a| {
+        format!(", {} query and {} key/value heads of {}", a.num_heads, a.num_kv_heads, a.head_dim)
+    });
+    let window = match windowed.first() {
+        Some(w) => format!(", {} of them see {w} tokens", windowed.len()),
+        None => String::new(),
+    };
+    format!("{} of width {}{heads}{window}", spec.layers.len(), spec.hidden_size)
+}
+
+fn tensor_rows(checkpoint: &Checkpoint) -> Vec<Vec<String>> {
+    let row = |t: &crate::format::gguf::Tensor| {
+        vec![t.name.clone(), t.dtype.name().to_owned(), format!("{:?}", t.dims), t.bytes().to_string()]
+    };
+    checkpoint.gguf.tensors().iter().map(row).collect()
+}
+
+/// A metadata value in one short line.
+fn short(value: &Value) -> String {
+    let text = match value {
+        Value::Str(s) => s.replace('\n', "\\n"),
+        Value::Array(a) => format!("{} of {} entries", value.type_name(), a.len()),
+        other => other.to_string(),
+    };
+    match text.char_indices().nth(SHOWN) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text,
+    }
+}

@@ -1,0 +1,176 @@
+//! `dynalm tokenize`, `detokenize`, `template`: what the model's text handling does, without loading weights.
+
+use std::io::{IsTerminal, Read, Write};
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::Args;
+
+use super::{Usage, pull};
+use crate::format::gguf::Gguf;
+use crate::load;
+use crate::settings::Settings;
+use crate::text::{AddSpecial, DetokenizeOptions, Message, Piece, RenderOptions, TokenId, ToolCall};
+
+/// Arguments of `tokenize`.
+#[derive(Debug, Args)]
+pub struct TokenizeArgs {
+    /// File, folder or name of a model
+    #[arg(value_name = "MODEL")]
+    name: String,
+    /// The text; standard input without it
+    #[arg(value_name = "TEXT")]
+    text: Option<String>,
+    /// File with the text
+    #[arg(short, long, value_name = "FILE", conflicts_with = "text")]
+    file: Option<PathBuf>,
+    /// Read special tokens such as <|im_start|> in the text as what they stand for
+    #[arg(long)]
+    special: bool,
+    /// Leave out the tokens that the model adds at the beginning or end
+    #[arg(long)]
+    no_add: bool,
+    /// Print the ids only, as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `detokenize`.
+#[derive(Debug, Args)]
+pub struct DetokenizeArgs {
+    /// File, folder or name of a model
+    #[arg(value_name = "MODEL")]
+    name: String,
+    /// Token ids; also as one JSON array on standard input
+    #[arg(value_name = "ID")]
+    ids: Vec<TokenId>,
+}
+
+/// Arguments of `template`.
+#[derive(Debug, Args)]
+pub struct TemplateArgs {
+    /// File, folder or name of a model
+    #[arg(value_name = "MODEL")]
+    name: String,
+    /// A user message; without it, JSON messages are read from standard input
+    #[arg(value_name = "TEXT")]
+    text: Option<String>,
+    /// System message before it
+    #[arg(long, value_name = "TEXT", requires = "text")]
+    system: Option<String>,
+    /// Do not ask for the assistant's turn
+    #[arg(long)]
+    no_generation_prompt: bool,
+    /// Chat template in place of the model's: a file or a built-in name
+    #[arg(long, value_name = "FILE|NAME")]
+    chat_template: Option<String>,
+    /// Show the template's own text instead of a render
+    #[arg(long)]
+    source: bool,
+}
+
+/// Writes a result to stdout.
+pub(super) fn out(text: &str) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    Ok(stdout.flush()?)
+}
+
+fn input(text: Option<&String>, file: Option<&PathBuf>) -> anyhow::Result<String> {
+    match (text, file) {
+        (Some(text), _) => Ok(text.clone()),
+        (_, Some(path)) => std::fs::read_to_string(path).with_context(|| format!("cannot read `{}`", path.display())),
+        _ if std::io::stdin().is_terminal() => Err(Usage("no text: give one or pipe it in".to_owned()).into()),
+        _ => {
+            let mut text = String::new();
+            std::io::stdin().lock().read_to_string(&mut text).context("cannot read standard input")?;
+            Ok(text)
+        }
+    }
+}
+
+pub(super) fn tokenize(args: &TokenizeArgs, settings: &Settings) -> anyhow::Result<()> {
+    let text = input(args.text.as_ref(), args.file.as_ref())?;
+    let gguf = Gguf::open(&pull::find_or_pull(&args.name, settings)?)?;
+    let (tokenizer, _) = load::texts(&gguf, None)?;
+    let piece = if args.special { Piece::Template(&text) } else { Piece::Text(&text) };
+    let add = if args.no_add { AddSpecial::default() } else { tokenizer.default_special() };
+    let ids = tokenizer.encode_with(&[piece], add)?;
+    if args.json {
+        return out(&format!("{}\n", serde_json::to_string(&ids)?));
+    }
+    let mut lines = String::new();
+    for id in &ids {
+        let piece = tokenizer.token_bytes(*id).unwrap_or_default();
+        lines.push_str(&format!("{id}\t{:?}\n", String::from_utf8_lossy(piece)));
+    }
+    out(&lines)?;
+    super::console::note(format_args!("{} tokens", ids.len()));
+    Ok(())
+}
+
+pub(super) fn detokenize(args: &DetokenizeArgs, settings: &Settings) -> anyhow::Result<()> {
+    let ids = if args.ids.is_empty() {
+        let text = input(None, None)?;
+        serde_json::from_str(&text).map_err(|e| Usage(format!("standard input is no JSON array of token ids: {e}")))?
+    } else {
+        args.ids.clone()
+    };
+    let gguf = Gguf::open(&pull::find_or_pull(&args.name, settings)?)?;
+    let (tokenizer, _) = load::texts(&gguf, None)?;
+    let text = tokenizer.decode(&ids, DetokenizeOptions { special: true, ..DetokenizeOptions::default() })?;
+    out(&format!("{text}\n"))
+}
+
+pub(super) fn template(args: &TemplateArgs, settings: &Settings) -> anyhow::Result<()> {
+    let gguf = Gguf::open(&pull::find_or_pull(&args.name, settings)?)?;
+    if args.source {
+        let own: Option<&str> = gguf.metadata().get("tokenizer.chat_template")?;
+        return out(&format!("{}\n", own.with_context(|| format!("`{}` has no chat template", args.name))?));
+    }
+    let given = super::session::load_options(settings, 1, args.chat_template.as_deref())?.template;
+    let (tokenizer, template) = load::texts(&gguf, given.as_deref())?;
+    let template = template.with_context(|| format!("`{}` has no chat template", args.name))?;
+    let messages = match &args.text {
+        Some(text) => {
+            let system = args.system.as_ref().map(|s| Message::new("system", s));
+            system.into_iter().chain([Message::new("user", text)]).collect()
+        }
+        None => messages(&input(None, None)?)?,
+    };
+    let options =
+        RenderOptions { add_generation_prompt: !args.no_generation_prompt, ..RenderOptions::default() };
+    let prompt = template.render(&messages, None, &options)?;
+    let ids = tokenizer.encode(&prompt.pieces())?;
+    out(&format!("{}\n", prompt.text()))?;
+    super::console::note(format_args!("{} tokens", ids.len()));
+    Ok(())
+}
+
+/// Messages from JSON: `[{"role": …, "content": …}, …]`.
+fn messages(text: &str) -> anyhow::Result<Vec<Message>> {
+    let all: Vec<serde_json::Value> =
+        serde_json::from_str(text).map_err(|e| Usage(format!("standard input is no JSON array of messages: {e}")))?;
+    let mut messages = Vec::new();
+    for (i, m) in all.iter().enumerate() {
+        let object = m.as_object().ok_or_else(|| Usage(format!("message {i} is no object")))?;
+        let mut message = Message::new("", "");
+        for (key, value) in object {
+            match (key.as_str(), value) {
+                ("role", serde_json::Value::String(s)) => message.role = s.clone(),
+                ("content", serde_json::Value::String(s)) => message.content = Some(s.clone()),
+                ("content", serde_json::Value::Null) => message.content = None,
+                ("tool_calls", value) => {
+                    message.tool_calls = serde_json::from_value::<Vec<ToolCall>>(value.clone())
+                        .map_err(|e| Usage(format!("message {i}: `tool_calls`: {e}")))?;
+                }
+                _ => return Err(Usage(format!("message {i}: cannot use `{key}`: {value}")).into()),
+            }
+        }
+        if message.role.is_empty() {
+            return Err(Usage(format!("message {i} has no `role`")).into());
+        }
+        messages.push(message);
+    }
+    Ok(messages)
+}
