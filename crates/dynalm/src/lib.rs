@@ -12,5 +12,6 @@ pub mod models;
 pub mod sample;
 pub mod sched;
 pub mod settings;
+pub mod text;
 
 pub use error::{Error, Result};
