@@ -54,7 +54,7 @@ enum SpacePrefix {
 
 #[derive(Debug)]
 enum Model {
-    Bpe { bpe: Bpe, splitter: Splitter },
+    Bpe { bpe: Box<Bpe>, splitter: Splitter },
     Spm { spm: Spm, prefix: SpacePrefix },
 }
 
@@ -185,7 +185,7 @@ impl Tokenizer {
         } else {
             let splitter = Splitter::new(source.pre.as_deref())?;
             Model::Bpe {
-                bpe: Bpe::new(source, &vocab, splitter.ignore_merges)?,
+                bpe: Box::new(Bpe::new(source, &vocab, splitter.ignore_merges)?),
                 splitter,
             }
         };

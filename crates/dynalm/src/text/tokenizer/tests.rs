@@ -178,11 +178,17 @@ fn the_longest_special_token_wins() {
 #[test]
 fn special_ranges_include_one_begun_at_the_end() {
     let tokenizer = Tokenizer::new(&bytes_and(&["a b"], &[("<|x|>", 3), ("<|é|>", 3)])).unwrap();
-    let ranges = |text: &str| tokenizer.special_ranges(text);
-    assert_eq!(ranges("a<|x|>b<|x|>"), [1..6, 7..12]);
+    let ranges = |text: &str| -> Vec<_> {
+        tokenizer
+            .special_ranges(text)
+            .into_iter()
+            .map(|range| (range.start, range.end))
+            .collect()
+    };
+    assert_eq!(ranges("a<|x|>b<|x|>"), [(1, 6), (7, 12)]);
     assert!(ranges("a < b").is_empty());
-    assert_eq!(ranges("a<|é \n"), [1..5]);
-    assert_eq!(ranges("é<"), [2..3]);
+    assert_eq!(ranges("a<|é \n"), [(1, 5)]);
+    assert_eq!(ranges("é<"), [(2, 3)]);
 }
 
 #[test]
