@@ -107,7 +107,7 @@ def train_spm(corpus, dummy_prefix):
         sentence_iterator=iter([line for text in corpus for line in text.split("\n") if line.strip()] * 3),
         model_writer=out, model_type="bpe", vocab_size=700, byte_fallback=True, character_coverage=0.98,
         normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=dummy_prefix,
-        user_defined_symbols=[MARK] if dummy_prefix else [MARK, "\n", "\n\n", "  "], control_symbols=CONTROLS[2:], minloglevel=2,
+        user_defined_symbols=[MARK] if dummy_prefix else [MARK, "\n", "\n\n", "▁▁"], control_symbols=CONTROLS[2:], minloglevel=2,
         allow_whitespace_only_pieces=True, hard_vocab_limit=False,
     )
     return out.getvalue()

@@ -140,6 +140,12 @@ impl Vocab {
         let mut specials = HashMap::new();
         for (id, (text, kind)) in source.tokens.iter().zip(&kinds).enumerate() {
             match kind {
+                // SentencePiece writes the spaces of its own user-defined tokens like those of any piece.
+                TokenKind::UserDefined if !byte_level && text.contains('▁') => {
+                    let text = text.replace('▁', " ");
+                    bytes.extend_from_slice(text.as_bytes());
+                    specials.entry(text).or_insert(id as TokenId);
+                }
                 TokenKind::Control | TokenKind::UserDefined | TokenKind::Unknown => {
                     if !text.is_empty() {
                         specials.entry(text.clone()).or_insert(id as TokenId);
