@@ -7,6 +7,7 @@
 
 pub mod engine;
 pub mod error;
+pub mod format;
 pub mod kv;
 pub mod models;
 pub mod sample;

@@ -9,6 +9,7 @@
 pub mod decoder;
 mod gemma2;
 mod gemma3;
+mod gguf;
 mod llama;
 mod qwen2;
 mod qwen3;
