@@ -71,3 +71,6 @@ pub fn group_windows(caches: &[CacheDecl]) -> Result<Vec<Option<u32>>> {
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,3 +1,5 @@
+//! The sampling chain against sorting, plain loops and the documented distributions.
+
 use proptest::prelude::*;
 
 use super::chain::{GREEDY_BELOW, Job, SampleError, Sampler, TokenMask, sample_rows};
