@@ -271,10 +271,16 @@ pub fn texts(gguf: &Gguf, template: Option<&str>) -> Result<(Arc<Tokenizer>, Opt
     let source = vocab_source(gguf.metadata())?;
     let tokenizer = Tokenizer::new(&source)?;
     let template = match template.or(source.chat_template.as_deref()) {
-        Some(text) => Some(Arc::new(ChatTemplate::named_or_text(text, &tokenizer)?)),
+        Some(text) => Some(Arc::new(chat_template(text, &tokenizer)?)),
         None => None,
     };
     Ok((Arc::new(tokenizer), template))
+}
+
+/// A template by built-in name, or its text: a name has no braces.
+fn chat_template(text: &str, tokenizer: &Tokenizer) -> Result<ChatTemplate> {
+    let source = if text.contains('{') { text } else { crate::text::template::named::find(text)? };
+    ChatTemplate::new(source, tokenizer.vocab().bos_text(), tokenizer.vocab().eos_text())
 }
 
 /// The sampling values a checkpoint publishes (`general.sampling.*`) over the engine's defaults, and their keys.
@@ -461,6 +467,20 @@ fn is_matrix_operand(op: &Op, input: usize) -> bool {
 /// # Errors
 /// If it is refused ([`open`]), does not fit memory, or the device fails.
 pub fn load(path: &Path, device: &dyn Device, options: &LoadOptions) -> Result<LoadedModel> {
+    load_sized(path, device, options, None)
+}
+
+/// As [`load`], with `blocks` in every cache group in place of what [`size_cache`] chooses: for callers that lay out
+/// the cache themselves.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_sized(
+    path: &Path,
+    device: &dyn Device,
+    options: &LoadOptions,
+    blocks: Option<usize>,
+) -> Result<LoadedModel> {
     let begin = Instant::now();
     let Checkpoint { gguf, spec, graph, facts } = open(path)?;
     let (tokenizer, template) = texts(&gguf, options.template.as_deref())?;
@@ -477,7 +497,10 @@ pub fn load(path: &Path, device: &dyn Device, options: &LoadOptions) -> Result<L
             free >> 20
         )));
     }
-    let cache = size_cache(&caches, spec.max_context, free - need - plan.arena_bytes as u64, options)?;
+    let mut cache = size_cache(&caches, spec.max_context, free - need - plan.arena_bytes as u64, options)?;
+    if let Some(blocks) = blocks {
+        cache.geometry.blocks.fill(blocks);
+    }
     let weights = load_weights(&gguf, &plan, device)?;
     let weight_bytes = distinct_bytes(&weights);
     let kv = device.alloc_kv(&caches, &cache.geometry)?;

@@ -40,13 +40,14 @@ pub(super) fn run(args: &DoctorArgs, settings: &Settings) -> anyhow::Result<()> 
         Some(name) => Some(model_report(name, args, settings, &device)?),
         None => None,
     };
-    let isas: Vec<&str> = Isa::available().iter().map(|i| i.name()).collect();
+    let isas: Vec<&str> = Isa::ALL.iter().filter(|i| i.available()).map(|i| i.name()).collect();
     if args.json {
         let mut report = serde_json::json!({
             "version": env!("CARGO_PKG_VERSION"),
             "cpu": {
-                "name": topology.model_name, "cores_seen": topology.cores_seen,
-                "cores_granted": topology.cores_granted, "quota": topology.quota, "threads": info.units,
+                "name": topology.model_name, "logical_cpus": topology.logical_cpus,
+                "allowed_cpus": topology.allowed_cpus, "physical_cores": topology.physical_cores,
+                "quota_cores": topology.quota_cores, "threads": info.units,
                 "tables": isas, "table": info.isa,
             },
             "memory": {"total_bytes": topology.total_bytes(), "free_bytes": topology.free_bytes()},
@@ -59,15 +60,15 @@ pub(super) fn run(args: &DoctorArgs, settings: &Settings) -> anyhow::Result<()> 
         }
         text::out(&format!("{}\n", serde_json::to_string_pretty(&report)?))?;
     } else {
-        let quota = topology.quota.map_or_else(String::new, |q| format!(", quota {q:.2} cores"));
+        let quota = topology.quota_cores.map_or_else(String::new, |q| format!(", quota {q:.2} cores"));
         let mut rows = vec![
             vec!["version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()],
             vec!["cpu".to_owned(), topology.model_name.clone()],
             vec![
                 "cores".to_owned(),
                 format!(
-                    "{} seen, {} granted{quota}; {} worker threads",
-                    topology.cores_seen, topology.cores_granted, info.units
+                    "{} CPUs, {} of them allowed, {} physical cores{quota}; {} worker threads",
+                    topology.logical_cpus, topology.allowed_cpus, topology.physical_cores, info.units
                 ),
             ],
             vec!["kernels".to_owned(), format!("{} (of {})", info.isa, isas.join(", "))],
@@ -86,7 +87,7 @@ pub(super) fn run(args: &DoctorArgs, settings: &Settings) -> anyhow::Result<()> 
         }
         text::out(&console::table(&rows))?;
         for t in tests.iter().filter(|t| !t.passed()) {
-            text::out(&format!("failed: {t}\n"))?;
+            text::out(&format!("failed: {} on {}: error {:.1e}, allowed {:.1e}{}\n", t.name, t.isa, t.error, t.tolerance, t.failure.as_deref().map_or_else(String::new, |f| format!(" ({f})"))))?;
         }
         for warning in &warnings {
             text::out(&format!("warning: {warning}\n"))?;

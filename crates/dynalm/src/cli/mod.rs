@@ -2,13 +2,16 @@
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 130 interrupted.
 
+mod benchmark;
 mod chat;
 mod config;
 mod console;
+mod direct;
 mod doctor;
 mod inspect;
 mod models;
 mod options;
+mod parity;
 mod pull;
 mod run;
 mod serve;
@@ -51,6 +54,10 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Say what this machine supports, and with MODEL how it would run
     Doctor(doctor::DoctorArgs),
+    /// Measure prefill, decode and several users on this machine
+    Benchmark(benchmark::BenchmarkArgs),
+    /// Compare a model's results with a reference
+    Parity(parity::ParityArgs),
     /// Show the token ids and pieces of a text
     Tokenize(text::TokenizeArgs),
     /// Turn token ids into text
@@ -129,6 +136,8 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Command::Chat(a) => chat::run(&a, &settings),
         Command::Serve(a) => serve::run(&a, &settings),
         Command::Doctor(a) => doctor::run(&a, &settings),
+        Command::Benchmark(a) => benchmark::run(&a, &settings),
+        Command::Parity(a) => parity::run(&a, &settings),
         Command::Tokenize(a) => text::tokenize(&a, &settings),
         Command::Detokenize(a) => text::detokenize(&a, &settings),
         Command::Template(a) => text::template(&a, &settings),
