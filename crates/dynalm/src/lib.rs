@@ -9,6 +9,7 @@ pub mod engine;
 pub mod error;
 pub mod format;
 pub mod kv;
+pub mod load;
 pub mod models;
 pub mod sample;
 pub mod sched;
