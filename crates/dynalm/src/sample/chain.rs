@@ -25,6 +25,9 @@ pub const GREEDY_BELOW: f32 = 1e-3;
 /// all are taken: the first nearly always suffices on peaked rows.
 const TOP_P_REACH: [f32; 3] = [4.0, 9.0, 20.0];
 
+/// Added to the reach of min-p when candidates are collected; the cut itself is by exact weights.
+const MIN_P_SLACK: f32 = 0.01;
+
 /// Rows are sampled in parallel from this many logits on: below, waking threads costs more than it saves.
 const PARALLEL_LOGITS: usize = 1 << 17;
 
@@ -166,8 +169,11 @@ impl Sampler {
         let mut total = 0;
         if some_k {
             math::top_k(logits, k, candidates);
-        } else if typical || p.top_p >= 1.0 {
+        } else if typical {
             collect(logits, f32::NEG_INFINITY, candidates);
+        } else if p.top_p >= 1.0 {
+            // Min-p alone: a bound a little too low, so that rounding of the logarithm cannot matter.
+            collect(logits, max - (MIN_P_SLACK - p.min_p.ln()) / inverse, candidates);
         } else {
             total = nucleus_candidates(logits, max, inverse, p.top_p, candidates);
         }
