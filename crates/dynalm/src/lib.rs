@@ -14,6 +14,7 @@ pub mod models;
 pub mod sample;
 pub mod sched;
 pub mod settings;
+pub mod source;
 pub mod text;
 
 pub use error::{Error, Result};
