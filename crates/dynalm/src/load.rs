@@ -47,7 +47,14 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { ctx: None, kv: KvType::F16, kv_tokens: None, batch_tokens: 512, max_seqs: 64, template: None }
+        LoadOptions {
+            ctx: None,
+            kv: KvType::F16,
+            kv_tokens: None,
+            batch_tokens: 512,
+            max_seqs: 64,
+            template: None,
+        }
     }
 }
 
@@ -165,14 +172,33 @@ impl TensorIndex for Tensors<'_> {
 pub fn open(path: &Path) -> Result<Checkpoint> {
     let gguf = Gguf::open(path)?;
     let arch: &str = gguf.metadata().need("general.architecture")?;
-    let metadata = GgufMetadata { arch, values: gguf.metadata() };
-    let (spec, graph) = models::build(&metadata, &Tensors(&gguf))
-        .map_err(|e| Error::Format { path: path.to_owned(), detail: e.to_string() })?;
+    let metadata = GgufMetadata {
+        arch,
+        values: gguf.metadata(),
+    };
+    let (spec, graph) = models::build(&metadata, &Tensors(&gguf)).map_err(|e| Error::Format {
+        path: path.to_owned(),
+        detail: e.to_string(),
+    })?;
     let used: HashSet<&str> = graph.weights.iter().map(|w| w.name.as_str()).collect();
-    let unused: Vec<&str> = gguf.tensors().iter().map(|t| t.name.as_str()).filter(|n| !used.contains(n)).collect();
+    let unused: Vec<&str> = gguf
+        .tensors()
+        .iter()
+        .map(|t| t.name.as_str())
+        .filter(|n| !used.contains(n))
+        .collect();
     if !unused.is_empty() {
-        let shown = unused.iter().take(5).map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
-        let more = if unused.len() > 5 { format!(" and {} more", unused.len() - 5) } else { String::new() };
+        let shown = unused
+            .iter()
+            .take(5)
+            .map(|n| format!("`{n}`"))
+            .collect::<Vec<_>>()
+            .join(", ");
+        let more = if unused.len() > 5 {
+            format!(" and {} more", unused.len() - 5)
+        } else {
+            String::new()
+        };
         return Err(Error::Format {
             path: path.to_owned(),
             detail: format!(
@@ -182,7 +208,12 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
         });
     }
     let facts = facts(&gguf, arch, &spec, path)?;
-    Ok(Checkpoint { spec, graph, facts, gguf })
+    Ok(Checkpoint {
+        spec,
+        graph,
+        facts,
+        gguf,
+    })
 }
 
 fn facts(gguf: &Gguf, arch: &str, spec: &ModelSpec, path: &Path) -> Result<ModelFacts> {
@@ -193,10 +224,16 @@ fn facts(gguf: &Gguf, arch: &str, spec: &ModelSpec, path: &Path) -> Result<Model
         parameters += elements;
         *by_type.entry(t.dtype.name()).or_default() += elements;
     }
-    let commonest = by_type.iter().max_by_key(|(_, n)| **n).map_or("none", |(name, _)| *name);
+    let commonest = by_type
+        .iter()
+        .max_by_key(|(_, n)| **n)
+        .map_or("none", |(name, _)| *name);
     let file_type: Option<u32> = gguf.metadata().get("general.file_type")?;
     let title: Option<&str> = gguf.metadata().get("general.name")?;
-    let stem = path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
+    let stem = path
+        .file_stem()
+        .map(|s| s.to_string_lossy().into_owned())
+        .unwrap_or_default();
     Ok(ModelFacts {
         title: title.filter(|t| !t.is_empty()).map_or(stem, str::to_owned),
         architecture: arch.to_owned(),
@@ -239,14 +276,20 @@ pub fn vocab_source(values: &KeyValues) -> Result<VocabSource> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| values.get::<u32>(&key(name));
     let strings = |name: &str| -> Result<Vec<String>> {
-        Ok(values.get::<&Strings>(&key(name))?.map(|s| s.iter().map(str::to_owned).collect()).unwrap_or_default())
+        Ok(values
+            .get::<&Strings>(&key(name))?
+            .map(|s| s.iter().map(str::to_owned).collect())
+            .unwrap_or_default())
     };
     Ok(VocabSource {
         model: values.need::<&str>(&key("model"))?.to_owned(),
         pre: values.get::<&str>(&key("pre"))?.map(str::to_owned),
         architecture: values.get::<&str>("general.architecture")?.map(str::to_owned),
         tokens: strings("tokens")?,
-        scores: values.get::<&[f32]>(&key("scores"))?.map(<[f32]>::to_vec).unwrap_or_default(),
+        scores: values
+            .get::<&[f32]>(&key("scores"))?
+            .map(<[f32]>::to_vec)
+            .unwrap_or_default(),
         token_types: values.get::<Vec<i32>>(&key("token_type"))?.unwrap_or_default(),
         merges: strings("merges")?,
         bos: id("bos_token_id")?,
@@ -279,7 +322,11 @@ pub fn texts(gguf: &Gguf, template: Option<&str>) -> Result<(Arc<Tokenizer>, Opt
 
 /// A template by built-in name, or its text: a name has no braces.
 fn chat_template(text: &str, tokenizer: &Tokenizer) -> Result<ChatTemplate> {
-    let source = if text.contains('{') { text } else { crate::text::template::named::find(text)? };
+    let source = if text.contains('{') {
+        text
+    } else {
+        crate::text::template::named::find(text)?
+    };
     ChatTemplate::new(source, tokenizer.vocab().bos_text(), tokenizer.vocab().eos_text())
 }
 
@@ -306,7 +353,9 @@ pub fn published_sampling(values: &KeyValues) -> Result<(SamplingParams, Vec<Str
     number("penalty_last_n", &mut |v| params.repetition_window = v as u32)?;
     for (key, _) in values.iter() {
         if key.starts_with("general.sampling.") && !keys.iter().any(|k| k == key) {
-            tracing::warn!("the model publishes `{key}`, a sampler this build does not have; it is not applied");
+            tracing::warn!(
+                "the model publishes `{key}`, a sampler this build does not have; it is not applied"
+            );
         }
     }
     Ok((params, keys))
@@ -343,13 +392,30 @@ pub struct CachePlan {
 ///
 /// # Errors
 /// If what the user asked for does not fit, saying by how much and what would help.
-pub fn size_cache(caches: &[CacheDecl], trained: usize, free_bytes: u64, options: &LoadOptions) -> Result<CachePlan> {
+pub fn size_cache(
+    caches: &[CacheDecl],
+    trained: usize,
+    free_bytes: u64,
+    options: &LoadOptions,
+) -> Result<CachePlan> {
     let mut windows: Vec<Option<u32>> = Vec::new();
     let mut block_bytes: Vec<usize> = Vec::new();
-    let one = KvGeometry { kind: options.kv, block_tokens: BLOCK_TOKENS, blocks: Vec::new() };
+    let one = KvGeometry {
+        kind: options.kv,
+        block_tokens: BLOCK_TOKENS,
+        blocks: Vec::new(),
+    };
     for cache in caches {
-        let CacheDecl::Kv { group, window, head_dim, .. } = cache else {
-            return Err(Error::Unsupported("recurrent state is not supported by this build".to_owned()));
+        let CacheDecl::Kv {
+            group,
+            window,
+            head_dim,
+            ..
+        } = cache
+        else {
+            return Err(Error::Unsupported(
+                "recurrent state is not supported by this build".to_owned(),
+            ));
         };
         let bytes = one.block_bytes(cache).ok_or_else(|| {
             Error::Settings(format!(
@@ -379,7 +445,11 @@ pub fn size_cache(caches: &[CacheDecl], trained: usize, free_bytes: u64, options
             .collect()
     };
     let bytes_for = |tokens: usize| -> usize {
-        blocks_for(tokens).iter().zip(&block_bytes).map(|(n, b)| n * b).sum()
+        blocks_for(tokens)
+            .iter()
+            .zip(&block_bytes)
+            .map(|(n, b)| n * b)
+            .sum()
     };
     let budget = (free_bytes as f64 * KV_MEMORY_SHARE) as usize;
     let ctx = match options.ctx {
@@ -414,8 +484,17 @@ pub fn size_cache(caches: &[CacheDecl], trained: usize, free_bytes: u64, options
             free_bytes >> 20
         )));
     }
-    let geometry = KvGeometry { kind: options.kv, block_tokens: BLOCK_TOKENS, blocks: blocks_for(tokens) };
-    Ok(CachePlan { max_context: ctx, geometry, windows, bytes })
+    let geometry = KvGeometry {
+        kind: options.kv,
+        block_tokens: BLOCK_TOKENS,
+        blocks: blocks_for(tokens),
+    };
+    Ok(CachePlan {
+        max_context: ctx,
+        geometry,
+        windows,
+        bytes,
+    })
 }
 
 /// The largest n in `BLOCK_TOKENS..=most` for which `fits` (which holds up to some n) holds; at least `BLOCK_TOKENS`.
@@ -433,11 +512,15 @@ fn usages(plan: &Plan) -> Vec<WeightUsage> {
     let mut usages = vec![WeightUsage::default(); plan.weights.len()];
     for step in &plan.steps {
         for (i, input) in step.inputs.iter().enumerate() {
-            let dynair::Operand::Weight(id) = input else { continue };
+            let dynair::Operand::Weight(id) = input else {
+                continue;
+            };
             let usage = &mut usages[id.0 as usize];
             match &step.op {
                 Op::Embed => usage.embed = true,
-                _ if plan.weights[id.0 as usize].rows > 1 && is_matrix_operand(&step.op, i) => usage.linear = true,
+                _ if plan.weights[id.0 as usize].rows > 1 && is_matrix_operand(&step.op, i) => {
+                    usage.linear = true
+                }
                 _ => usage.vector = true,
             }
         }
@@ -482,7 +565,12 @@ pub fn load_sized(
     blocks: Option<usize>,
 ) -> Result<LoadedModel> {
     let begin = Instant::now();
-    let Checkpoint { gguf, spec, graph, facts } = open(path)?;
+    let Checkpoint {
+        gguf,
+        spec,
+        graph,
+        facts,
+    } = open(path)?;
     let (tokenizer, template) = texts(&gguf, options.template.as_deref())?;
     let (defaults, published) = published_sampling(gguf.metadata())?;
     let caches = graph.caches.clone();
@@ -497,7 +585,12 @@ pub fn load_sized(
             free >> 20
         )));
     }
-    let mut cache = size_cache(&caches, spec.max_context, free - need - plan.arena_bytes as u64, options)?;
+    let mut cache = size_cache(
+        &caches,
+        spec.max_context,
+        free - need - plan.arena_bytes as u64,
+        options,
+    )?;
     if let Some(blocks) = blocks {
         cache.geometry.blocks.fill(blocks);
     }
@@ -543,8 +636,15 @@ fn load_weights(gguf: &Gguf, plan: &Plan, device: &dyn Device) -> Result<Vec<Ten
         .par_iter()
         .map(|&i| {
             let decl = &plan.weights[i];
-            let tensor = gguf.bytes(&decl.name).ok_or_else(|| dynair::Error::MissingTensor { name: decl.name.clone() })?;
-            let row = decl.dtype.row_bytes(decl.cols).expect("the builder checked that rows are whole blocks");
+            let tensor = gguf
+                .bytes(&decl.name)
+                .ok_or_else(|| dynair::Error::MissingTensor {
+                    name: decl.name.clone(),
+                })?;
+            let row = decl
+                .dtype
+                .row_bytes(decl.cols)
+                .expect("the builder checked that rows are whole blocks");
             let bytes = match tensor {
                 dynacore::WeightBytes::Mapped(file, range) => {
                     let start = range.start + decl.first_row * row;
@@ -563,7 +663,11 @@ fn load_weights(gguf: &Gguf, plan: &Plan, device: &dyn Device) -> Result<Vec<Ten
 
 fn distinct_bytes(weights: &[Tensor]) -> usize {
     let mut seen = BTreeSet::new();
-    weights.iter().filter(|t| seen.insert(Arc::as_ptr(&t.buffer.data).cast::<u8>() as usize)).map(|t| t.buffer.bytes).sum()
+    weights
+        .iter()
+        .filter(|t| seen.insert(Arc::as_ptr(&t.buffer.data).cast::<u8>() as usize))
+        .map(|t| t.buffer.bytes)
+        .sum()
 }
 
 /// The one model file in a folder, or the file itself.
@@ -574,9 +678,15 @@ pub fn model_file(path: &Path) -> Result<PathBuf> {
     if !path.is_dir() {
         return Ok(path.to_owned());
     }
-    let fail = |detail: String| Error::Format { path: path.to_owned(), detail };
+    let fail = |detail: String| Error::Format {
+        path: path.to_owned(),
+        detail,
+    };
     let mut found: Vec<PathBuf> = std::fs::read_dir(path)
-        .map_err(|source| Error::Io { what: format!("cannot list `{}`", path.display()), source })?
+        .map_err(|source| Error::Io {
+            what: format!("cannot list `{}`", path.display()),
+            source,
+        })?
         .filter_map(|e| Some(e.ok()?.path()))
         .filter(|p| p.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf")))
         .collect();
@@ -585,8 +695,13 @@ pub fn model_file(path: &Path) -> Result<PathBuf> {
     found.retain(|p| crate::format::gguf::part_paths(p).is_none_or(|parts| parts.first() == Some(p)));
     match found.as_slice() {
         [one] => Ok(one.clone()),
-        [] => Err(fail("a folder without a .gguf file; name a model file".to_owned())),
-        many => Err(fail(format!("a folder with {} models; name one of its files", many.len()))),
+        [] => Err(fail(
+            "a folder without a .gguf file; name a model file".to_owned(),
+        )),
+        many => Err(fail(format!(
+            "a folder with {} models; name one of its files",
+            many.len()
+        ))),
     }
 }
 
@@ -595,31 +710,60 @@ mod tests {
     use super::*;
 
     fn kv(window: Option<u32>, group: usize) -> CacheDecl {
-        CacheDecl::Kv { num_kv_heads: 1, head_dim: 64, window, group }
+        CacheDecl::Kv {
+            num_kv_heads: 1,
+            head_dim: 64,
+            window,
+            group,
+        }
     }
 
     #[test]
     fn the_cache_takes_what_fits_and_refuses_with_a_remedy() {
         let caches = [kv(None, 0), kv(Some(64), 1)];
-        let options = LoadOptions { max_seqs: 2, batch_tokens: 64, ..LoadOptions::default() };
+        let options = LoadOptions {
+            max_seqs: 2,
+            batch_tokens: 64,
+            ..LoadOptions::default()
+        };
         let all = size_cache(&caches, 4096, 1 << 30, &options).expect("plenty of memory");
         assert_eq!(all.max_context, 4096);
         assert_eq!(all.windows, [None, Some(64)]);
-        assert!(all.geometry.blocks[1] < all.geometry.blocks[0], "a window needs fewer blocks");
+        assert!(
+            all.geometry.blocks[1] < all.geometry.blocks[0],
+            "a window needs fewer blocks"
+        );
         let little = size_cache(&caches, 4096, 600_000, &options).expect("a smaller window fits");
         assert!(little.max_context < 4096 && little.bytes <= 600_000, "{little:?}");
-        let ask = LoadOptions { ctx: Some(4096), ..options.clone() };
-        let e = size_cache(&caches, 4096, 300_000, &ask).expect_err("too little memory").to_string();
+        let ask = LoadOptions {
+            ctx: Some(4096),
+            ..options.clone()
+        };
+        let e = size_cache(&caches, 4096, 300_000, &ask)
+            .expect_err("too little memory")
+            .to_string();
         assert!(e.contains("--kv q8_0") && e.contains("--ctx"), "{e}");
-        let e = size_cache(&caches, 1024, 1 << 30, &ask).expect_err("longer than trained").to_string();
+        let e = size_cache(&caches, 1024, 1 << 30, &ask)
+            .expect_err("longer than trained")
+            .to_string();
         assert!(e.contains("1024"), "{e}");
     }
 
     #[test]
     fn q8_0_needs_heads_of_whole_blocks() {
-        let odd = CacheDecl::Kv { num_kv_heads: 1, head_dim: 80, window: None, group: 0 };
-        let options = LoadOptions { kv: KvType::Q8_0, ..LoadOptions::default() };
-        let e = size_cache(&[odd], 128, 1 << 30, &options).expect_err("80 is no multiple of 32").to_string();
+        let odd = CacheDecl::Kv {
+            num_kv_heads: 1,
+            head_dim: 80,
+            window: None,
+            group: 0,
+        };
+        let options = LoadOptions {
+            kv: KvType::Q8_0,
+            ..LoadOptions::default()
+        };
+        let e = size_cache(&[odd], 128, 1 << 30, &options)
+            .expect_err("80 is no multiple of 32")
+            .to_string();
         assert!(e.contains("head size of 80"), "{e}");
     }
 }

@@ -298,8 +298,7 @@ fn serve_wheel(server: &Server, package: &str, members: &[(&str, &[u8])]) -> Str
     server.put(
         &path,
         Resource {
-            flips,
-            cut_after: Some(4_000),
+            cut_after: Some(500),
             ..Resource::of(&wheel).etag("w")
         },
     );
