@@ -1,9 +1,62 @@
-//! The engine's interface: requests in, events out.
+//! The engine: one thread that owns scheduler, cache accounting and executor. Requests in, events out.
+//!
+//! This file is its interface. [`thread`] is the loop; [`output`] turns tokens into text that may be shown. The engine
+//! knows no HTTP and no async runtime: a request brings a callback, which gets its events.
 
+mod active;
+mod output;
+mod thread;
+
+use std::sync::Arc;
 use std::time::Instant;
+
+use dynacore::{Executor, KvGeometry};
+use dynair::Limits;
 
 use crate::error::Error;
 use crate::sample::params::{SamplingParams, TokenId};
+use crate::text::Tokenizer;
+
+pub use thread::{EngineHandle, EngineStats, RequestId};
+
+/// What the engine needs of a loaded model.
+pub struct EngineModel {
+    /// The plan bound to weights and cache.
+    pub executor: Box<dyn Executor>,
+    /// Size of the cache; `blocks` has one entry per cache group.
+    pub geometry: KvGeometry,
+    /// Sliding window of each cache group; `None`: it keeps everything.
+    pub windows: Vec<Option<u32>>,
+    /// The largest step the plan holds.
+    pub limits: Limits,
+    /// Most tokens of prompt and reply together.
+    pub max_context: usize,
+    /// Columns of the logits.
+    pub vocab_size: usize,
+    /// Turns tokens into text; it also says which tokens end a turn.
+    pub tokenizer: Arc<Tokenizer>,
+}
+
+/// How the engine works.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineConfig {
+    /// Most requests that wait; one more is refused with [`Error::QueueFull`].
+    pub max_waiting: usize,
+    /// Most prompt tokens of a step in which others generate.
+    pub mixed_prefill_tokens: usize,
+    /// Whether computed prefixes are kept for later requests.
+    pub prefix_cache: bool,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        EngineConfig {
+            max_waiting: 256,
+            mixed_prefill_tokens: 256,
+            prefix_cache: true,
+        }
+    }
+}
 
 pub use crate::sample::logprobs::TokenLogprobs;
 
@@ -19,6 +72,9 @@ pub struct Request {
     pub stop: Vec<String>,
     /// Go on past the model's end-of-turn tokens (they are never drawn then).
     pub ignore_eos: bool,
+    /// The reply begins a text of its own (a chat's turn) rather than continuing the prompt's: a SentencePiece
+    /// vocabulary's leading space is then left out.
+    pub starts_text: bool,
     /// Report log-probabilities of the prompt's tokens too (`echo` with `logprobs`): the n most likely each.
     pub prompt_logprobs: Option<u32>,
     /// Whether cached prefixes may be used and this prompt kept for others.
@@ -42,11 +98,12 @@ pub enum Event {
     },
     /// Log-probabilities of the prompt's tokens (only when asked for); the first token has none.
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
-    /// A token was drawn. `text` is what became certain to be shown: whole characters, never part of a stop string.
+    /// A token was drawn that belongs to the reply for certain. Tokens that may turn out to be part of a stop string
+    /// are held back, so the texts of all `Token`s, joined, are the reply.
     Token {
         /// The token.
         token: TokenId,
-        /// Text to show; may be empty.
+        /// The characters that this token completed; empty in the middle of one. Cut where a stop string begins.
         text: String,
         /// Only when asked for.
         logprobs: Option<TokenLogprobs>,
@@ -55,7 +112,7 @@ pub enum Event {
     Finished {
         /// Why.
         reason: FinishReason,
-        /// Text held back that belongs to the reply after all.
+        /// Text of the reply that no token was reported with.
         text: String,
         /// Token counts.
         usage: Usage,
@@ -97,4 +154,11 @@ pub struct Timings {
     pub prefill_s: f64,
     /// From the first token to the last.
     pub decode_s: f64,
+}
+
+impl Timings {
+    /// From arrival to the last token.
+    pub fn total_s(&self) -> f64 {
+        self.queued_s + self.prefill_s + self.decode_s
+    }
 }

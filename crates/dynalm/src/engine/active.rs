@@ -1,0 +1,206 @@
+//! One request inside the engine: its sampler state, its text, its times and its listener.
+
+use std::time::Instant;
+
+use super::output::{Shown, StopFilter};
+use super::thread::RequestId;
+use super::{Event, FinishReason, Request, Timings, TokenLogprobs, Usage};
+use crate::error::{Error, Result};
+use crate::sample::logprobs::score;
+use crate::sample::params::TokenId;
+use crate::sample::{SampleError, Sampler};
+use crate::sched::Ended;
+use crate::text::{DetokenizeOptions, Detokenizer, Tokenizer};
+
+/// A token and its log-probabilities, as drawn.
+pub(super) struct Drawn {
+    pub(super) token: TokenId,
+    logprobs: Option<TokenLogprobs>,
+}
+
+/// A request that has been admitted to the scheduler.
+pub(super) struct Active {
+    pub(super) id: RequestId,
+    pub(super) arrival: Instant,
+    pub(super) deadline: Option<Instant>,
+    pub(super) admitted: Option<Instant>,
+    pub(super) first_token: Option<Instant>,
+    pub(super) last_token: Option<Instant>,
+    prompt: Vec<TokenId>,
+    ignore_eos: bool,
+    sampler: Sampler,
+    detokenizer: Detokenizer,
+    filter: StopFilter,
+    /// How many alternatives to report, and what has been scored.
+    prompt_scores: Option<(u32, Vec<Option<TokenLogprobs>>)>,
+    events: Box<dyn FnMut(Event) -> bool + Send>,
+    /// Nobody listens any more.
+    pub(super) gone: bool,
+    /// Why its rows could not be used.
+    pub(super) failure: Option<Error>,
+}
+
+impl Active {
+    pub(super) fn new(id: RequestId, arrival: Instant, request: Request, tokenizer: &Tokenizer) -> Self {
+        let prompt_scores = request.prompt_logprobs.map(|top| (top, vec![None]));
+        let options = DetokenizeOptions {
+            specials: false,
+            start: request.starts_text,
+        };
+        Active {
+            id,
+            arrival,
+            deadline: request.deadline,
+            admitted: None,
+            first_token: None,
+            last_token: None,
+            ignore_eos: request.ignore_eos,
+            sampler: Sampler::new(request.params, &request.prompt),
+            prompt: request.prompt,
+            detokenizer: Detokenizer::new(tokenizer, options),
+            filter: StopFilter::new(request.stop),
+            prompt_scores,
+            events: request.events,
+            gone: false,
+            failure: None,
+        }
+    }
+
+    pub(super) fn prompt_tokens(&self) -> usize {
+        self.prompt.len()
+    }
+
+    /// Seconds from arrival to the deadline.
+    pub(super) fn allowed_s(&self) -> f64 {
+        self.deadline
+            .map_or(f64::INFINITY, |deadline| (deadline - self.arrival).as_secs_f64())
+    }
+
+    pub(super) fn send(&mut self, event: Event) {
+        if !self.gone {
+            self.gone = !(self.events)(event);
+        }
+    }
+
+    /// Scores the prompt's token after `position` by the logits at `position`. Positions come in order.
+    pub(super) fn score(&mut self, position: usize, logits: &[f32]) {
+        let Some((top, scores)) = &mut self.prompt_scores else {
+            return;
+        };
+        assert_eq!(
+            scores.len(),
+            position + 1,
+            "the scheduler gives a prompt's scores in order"
+        );
+        let scored = score(logits, self.prompt[position + 1], *top as usize);
+        if scored.is_none() {
+            self.failure = Some(unusable());
+        }
+        scores.push(scored);
+    }
+
+    /// Sends the prompt's scores once they are complete.
+    pub(super) fn send_scores(&mut self) {
+        if let Some((_, scores)) = self
+            .prompt_scores
+            .take_if(|(_, scores)| scores.len() == self.prompt.len())
+        {
+            self.send(Event::PromptLogprobs(scores));
+        }
+    }
+
+    /// Draws the next token.
+    ///
+    /// # Errors
+    /// If the logits are unusable.
+    pub(super) fn draw(&mut self, logits: &mut [f32], tokenizer: &Tokenizer) -> Result<Drawn> {
+        if self.ignore_eos {
+            for &token in tokenizer.vocab().eog_tokens() {
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+        let sampled = self.sampler.sample(logits, None).map_err(|error| match error {
+            SampleError::NothingAllowed => Error::Request {
+                param: Some("logit_bias".into()),
+                code: None,
+                message: error.to_string(),
+            },
+            _ => unusable(),
+        })?;
+        self.sampler.accept(sampled.token);
+        Ok(Drawn {
+            token: sampled.token,
+            logprobs: sampled.logprobs,
+        })
+    }
+
+    /// Takes a drawn token in and sends what may be shown; `true`: the reply ends with it.
+    pub(super) fn accept(&mut self, drawn: Drawn, tokenizer: &Tokenizer) -> bool {
+        if tokenizer.vocab().is_eog(drawn.token) {
+            return true;
+        }
+        let text = self.detokenizer.push(drawn.token).to_owned();
+        let mut shown = Vec::new();
+        let stopped = self.filter.push(
+            Shown {
+                token: drawn.token,
+                text,
+                logprobs: drawn.logprobs,
+            },
+            &mut shown,
+        );
+        self.send_shown(shown);
+        stopped
+    }
+
+    fn send_shown(&mut self, shown: Vec<Shown>) {
+        for Shown {
+            token,
+            text,
+            logprobs,
+        } in shown
+        {
+            self.send(Event::Token {
+                token,
+                text,
+                logprobs,
+            });
+        }
+    }
+
+    /// The last events; `false` if nobody heard them.
+    pub(super) fn finish(&mut self, reason: FinishReason, ended: &Ended, now: Instant) -> bool {
+        self.send_scores();
+        let mut shown = Vec::new();
+        // Empty after a stop text; else what was held back belongs to the reply after all. Bytes of a character that
+        // was never completed are not shown.
+        self.filter.flush(&mut shown);
+        self.send_shown(shown);
+        let usage = Usage {
+            prompt_tokens: ended.prompt_tokens,
+            completion_tokens: ended.completion_tokens,
+            cached_tokens: ended.cached_tokens,
+        };
+        let admitted = self.admitted.unwrap_or(now);
+        let first = self.first_token.unwrap_or(now);
+        let timings = Timings {
+            queued_s: (admitted - self.arrival).as_secs_f64(),
+            prefill_s: (first - admitted).as_secs_f64(),
+            decode_s: self.last_token.map_or(0.0, |last| (last - first).as_secs_f64()),
+        };
+        self.send(Event::Finished {
+            reason,
+            text: String::new(),
+            usage,
+            timings,
+        });
+        !self.gone
+    }
+}
+
+/// The logits of a row are not numbers.
+fn unusable() -> Error {
+    Error::Internal("the model gave unusable logits for this request".into())
+}
