@@ -6,6 +6,7 @@
 //! [`short`] is the selection `doctor` runs.
 
 pub mod cases;
+pub mod decoder;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,6 +39,20 @@ impl Tensors {
         for row in values.chunks_exact(cols) {
             quant::encode_row(dtype, row, &mut bytes).expect("a case's rows are whole blocks");
         }
+        self.0.insert(name.to_owned(), (dtype, rows, cols, bytes.into()));
+    }
+
+    /// Adds `[rows, cols]` made of `values`, whole rows, over and over.
+    ///
+    /// # Panics
+    /// As [`Tensors::add`].
+    pub fn add_repeated(&mut self, name: &str, dtype: DType, rows: usize, cols: usize, values: &[f32]) {
+        let mut encoded = Vec::new();
+        for row in values.chunks_exact(cols) {
+            quant::encode_row(dtype, row, &mut encoded).expect("a case's rows are whole blocks");
+        }
+        let row_bytes = encoded.len() / (values.len() / cols);
+        let bytes: Vec<u8> = encoded.iter().copied().cycle().take(rows * row_bytes).collect();
         self.0.insert(name.to_owned(), (dtype, rows, cols, bytes.into()));
     }
 

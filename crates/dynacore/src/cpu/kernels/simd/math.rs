@@ -97,3 +97,125 @@ pub(crate) fn activate<S: Simd>(s: S, act: Activation, x: S::V) -> S::V {
 pub(crate) fn softcap<S: Simd>(s: S, c: f32, x: S::V) -> S::V {
     s.mul(s.splat(c), tanh(s, s.div(x, s.splat(c))))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::isa::Isa;
+    use crate::cpu::kernels::ops::OpTable;
+
+    fn tables() -> impl Iterator<Item = &'static OpTable> {
+        Isa::ALL.into_iter().filter_map(OpTable::of)
+    }
+
+    /// Distance in units of the last place of `truth`.
+    fn ulps(found: f32, truth: f64) -> f64 {
+        let size = (truth.abs() as f32).max(f32::MIN_POSITIVE);
+        let ulp = f64::from(f32::from_bits(size.to_bits() + 1)) - f64::from(size);
+        (f64::from(found) - truth).abs() / ulp
+    }
+
+    fn worst(f: impl Fn(&[f32], &mut [f32]), truth: impl Fn(f64) -> f64, from: f32, to: f32) -> f64 {
+        let n = 40_000;
+        let x: Vec<f32> = (0..n).map(|i| from + (to - from) * i as f32 / n as f32).collect();
+        let mut y = vec![0.0; n];
+        f(&x, &mut y);
+        x.iter()
+            .zip(&y)
+            .map(|(x, y)| ulps(*y, truth(f64::from(*x))))
+            .fold(0.0, f64::max)
+    }
+
+    /// erf by its series, exact enough for arguments up to 4.
+    fn erf(x: f64) -> f64 {
+        let (mut term, mut sum) = (x, x);
+        for n in 1..120 {
+            term *= -x * x / f64::from(n);
+            sum += term / f64::from(2 * n + 1);
+        }
+        sum * 2.0 / std::f64::consts::PI.sqrt()
+    }
+
+    #[test]
+    fn functions_stay_within_their_figures() {
+        for t in tables() {
+            let exp = worst(|x, y| exp_of(t, x, y), f64::exp, -87.0, 88.7);
+            assert!(exp <= 2.0, "exp: {exp} ulp");
+            let tanh = worst(|x, y| t.softcap(1.0, x, y), f64::tanh, -12.0, 12.0);
+            assert!(tanh <= 4.0, "tanh: {tanh} ulp");
+            let silu = worst(
+                |x, y| t.act(Activation::Silu, x, y),
+                |x| x / (1.0 + (-x).exp()),
+                -80.0,
+                80.0,
+            );
+            assert!(silu <= 5.0, "silu: {silu} ulp");
+            let truth = |x: f64| {
+                let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+                x / (1.0 + (-2.0 * u).exp())
+            };
+            // Left of −2 the exponent's own rounding is magnified by its size: relative error grows as |2u| ulp.
+            let gelu = worst(|x, y| t.act(Activation::GeluTanh, x, y), truth, -2.0, 10.0);
+            assert!(gelu <= 12.0, "gelu_tanh: {gelu} ulp");
+            let gelu = worst(
+                |x, y| t.act(Activation::Gelu, x, y),
+                |x| 0.5 * x * (1.0 + erf(x / 2f64.sqrt())),
+                -2.0,
+                5.0,
+            );
+            assert!(gelu <= 12.0, "gelu: {gelu} ulp");
+        }
+    }
+
+    /// eˣ through the one op that shows it: silu(−x)/(−x) = 1/(1 + eˣ) would hide it, a blend of scores does not.
+    fn exp_of(_: &OpTable, x: &[f32], y: &mut [f32]) {
+        use crate::cpu::kernels::simd::portable::Portable;
+        for (x, y) in x.chunks(8).zip(y.chunks_mut(8)) {
+            let s = Portable;
+            s.store_part(exp(s, s.load_part(x, 0.0)), y);
+        }
+    }
+
+    #[test]
+    fn the_ends_of_the_range_are_kept() {
+        let x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1000.0, -1000.0, 0.0];
+        let mut y = [0.0; 6];
+        for t in tables() {
+            exp_of(t, &x, &mut y);
+            assert!(
+                y[0].is_nan() && y[1..] == [f32::INFINITY, 0.0, f32::INFINITY, 0.0, 1.0],
+                "exp: {y:?}"
+            );
+            t.softcap(1.0, &x, &mut y);
+            assert!(
+                y[0].is_nan() && y[1..] == [1.0, -1.0, 1.0, -1.0, 0.0],
+                "tanh: {y:?}"
+            );
+            for act in [
+                Activation::Silu,
+                Activation::GeluTanh,
+                Activation::Gelu,
+                Activation::Relu,
+            ] {
+                t.act(act, &x[3..], &mut y[3..]);
+                assert_eq!(y[3..], [1000.0, 0.0, 0.0], "{act:?}");
+                t.act(act, &x[..1], &mut y[..1]);
+                assert!(y[0].is_nan(), "{act:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_elements_place_in_the_vector_never_changes_its_bits() {
+        let x: Vec<f32> = (0..67).map(|i| (i as f32 - 33.0) * 0.37).collect();
+        for t in tables() {
+            let mut all = vec![0.0; x.len()];
+            t.act(Activation::GeluTanh, &x, &mut all);
+            for i in 0..x.len() {
+                let mut one = [0.0];
+                t.act(Activation::GeluTanh, &x[i..i + 1], &mut one);
+                assert_eq!(one[0].to_bits(), all[i].to_bits());
+            }
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Where the time of a step goes: a made decoder of a known shape, time by kind of phase.
+//!
+//! `cargo run --release -p dynacore --example step_profile [smollm2|gemma270m|qwen1.5b] [context] [rows] [threads]`
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::time::Instant;
+
+use dynacore::cpu::{CpuDevice, CpuOptions};
+use dynacore::self_test::decoder::{Decoder, Tables};
+use dynacore::self_test::geometry;
+use dynacore::{Device, Executor, KvType, Logits, WeightBytes, weight_usage};
+use dynair::{DType, Limits, QuantType};
+
+fn shape(name: &str) -> Option<Decoder> {
+    let smollm2 = Decoder {
+        layers: 30,
+        hidden_size: 576,
+        num_heads: 9,
+        num_kv_heads: 3,
+        head_dim: 64,
+        ffn_size: 1536,
+        vocab_size: 49152,
+        dtype: DType::Quant(QuantType::Q4_1),
+        head_dtype: DType::Quant(QuantType::Q4_1),
+        window: None,
+        softcap: None,
+    };
+    let q4_k = DType::Quant(QuantType::Q4K);
+    match name {
+        "smollm2" => Some(smollm2),
+        "gemma270m" => Some(Decoder {
+            layers: 18,
+            hidden_size: 640,
+            num_heads: 4,
+            num_kv_heads: 1,
+            head_dim: 256,
+            ffn_size: 2048,
+            vocab_size: 262_144,
+            dtype: DType::Quant(QuantType::Q5_0),
+            head_dtype: DType::Quant(QuantType::Q8_0),
+            window: Some(512),
+            ..smollm2
+        }),
+        "qwen1.5b" => Some(Decoder {
+            layers: 28,
+            hidden_size: 1536,
+            num_heads: 12,
+            num_kv_heads: 2,
+            head_dim: 128,
+            ffn_size: 8960,
+            vocab_size: 151_936,
+            dtype: q4_k,
+            head_dtype: DType::Quant(QuantType::Q6K),
+            ..smollm2
+        }),
+        _ => None,
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut args = std::env::args().skip(1);
+    let name = args.next().unwrap_or_else(|| "smollm2".into());
+    let decoder = shape(&name).ok_or("unknown shape")?;
+    let context: usize = args.next().map_or(Ok(64), |a| a.parse())?;
+    let rows: usize = args.next().map_or(Ok(1), |a| a.parse())?;
+    let threads = args.next().map(|a| a.parse()).transpose()?;
+    let device = CpuDevice::new(&CpuOptions {
+        threads,
+        ..CpuOptions::default()
+    })?;
+    println!("{name}, context {context}, {rows} rows, {:?}", device.info());
+    let (graph, tensors) = decoder.build(1);
+    let chunk = 512.max(rows);
+    let limits = Limits {
+        max_tokens: chunk,
+        max_seqs: 1,
+        max_outputs: 1,
+    };
+    let plan = dynair::plan(graph.clone(), &device, limits)?;
+    let weights = plan
+        .weights
+        .iter()
+        .zip(weight_usage(&plan))
+        .map(|(decl, usage)| device.load_weight(decl, &WeightBytes::Owned(tensors.bytes(decl)), usage))
+        .collect::<Result<Vec<_>, _>>()?;
+    drop(tensors);
+    const STEPS: usize = 30;
+    let blocks = (context + (STEPS + 8) * rows).div_ceil(32) + 1;
+    let kv = device.alloc_kv(&plan.caches, &geometry(&graph, KvType::F16, 32, blocks))?;
+    let mut executor = device.compile_cpu(&plan, &weights, kv)?;
+    let windows: Vec<_> = if decoder.window.is_some() {
+        vec![decoder.window, None]
+    } else {
+        vec![None]
+    };
+    let mut tables = Tables::new(&windows, 32, blocks, 1, 1);
+    let tokens: Vec<u32> = (0..chunk as u32).map(|i| i * 31 % 4096).collect();
+    let mut logits = Logits::default();
+    let last = |mut batch: dynair::BatchMeta| {
+        batch.output_rows = vec![batch.tokens.len() as u32 - 1];
+        batch
+    };
+    while tables.past(0) < context {
+        let n = chunk.min(context - tables.past(0));
+        let batch = last(tables.step(&[(0, &tokens[..n])]));
+        let ticket = executor.submit(&batch)?;
+        executor.wait(ticket, &mut logits)?;
+    }
+    let mut best = f64::MAX;
+    let mut times = Vec::new();
+    for _ in 0..STEPS {
+        let batch = last(tables.step(&[(0, &tokens[..rows])]));
+        let start = Instant::now();
+        let found = executor.profile(&batch)?;
+        let took = start.elapsed().as_secs_f64() * 1e3;
+        if took < best {
+            (best, times) = (took, found);
+        }
+    }
+    let mut by_phase: BTreeMap<(&str, String), (u64, u64, usize)> = BTreeMap::new();
+    for t in &times {
+        let kind = t.label.rsplit('.').next().unwrap_or("").to_owned();
+        let sum = by_phase.entry((t.phase, kind)).or_default();
+        *sum = (sum.0 + t.work_ns, sum.1 + t.wait_ns, sum.2 + 1);
+    }
+    println!(
+        "best of {STEPS} steps: {best:.3} ms, {:.1} tok/s",
+        rows as f64 / best * 1e3
+    );
+    for ((phase, label), (work, wait, count)) in by_phase {
+        println!(
+            "{phase:18} {label:16} x{count:3}  work {:8.1} us  wait {:7.1} us",
+            work as f64 / 1e3,
+            wait as f64 / 1e3
+        );
+    }
+    Ok(())
+}

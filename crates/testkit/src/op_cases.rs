@@ -1,0 +1,148 @@
+//! The grid of op cases that devices are held against the evaluator with: every op, sizes of one, odd, around block
+//! sizes and large, values tiny, huge and mixed.
+
+use dynacore::KvType;
+use dynacore::self_test::Case;
+use dynacore::self_test::cases::{
+    Attention, Values, attention, elementwise, linear, norm, rope, rope_scaled,
+};
+use dynair::{DType, RopeScaling, RopeStyle};
+
+/// All kinds of values.
+pub const VALUES: [Values; 4] = [Values::Normal, Values::Tiny, Values::Huge, Values::Mixed];
+
+/// Element-wise ops, embedding and output rows.
+pub fn elementwise_cases() -> Vec<Case> {
+    let sizes = [(1, 1), (1, 7), (3, 8), (5, 17), (2, 4097), (33, 576)];
+    let all = sizes
+        .iter()
+        .flat_map(|(n, cols)| VALUES.map(|v| elementwise(*n, *cols, v)));
+    all.flatten().collect()
+}
+
+/// RMS norm, alone and with its addition.
+pub fn norm_cases() -> Vec<Case> {
+    let sizes = [(1, 1), (1, 31), (3, 32), (2, 33), (5, 576), (40, 129), (1, 8192)];
+    sizes
+        .iter()
+        .flat_map(|(n, cols)| VALUES.map(|v| norm(*n, *cols, v)))
+        .collect()
+}
+
+/// Rotations of both styles with every scaling.
+pub fn rope_cases() -> Vec<Case> {
+    let yarn = RopeScaling::Yarn {
+        factor: 4.0,
+        original_context: 4096,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: 1.2,
+    };
+    let mut all = Vec::new();
+    for style in [RopeStyle::Half, RopeStyle::Interleaved] {
+        for (head_dim, dims) in [(2, 2), (64, 64), (80, 64), (96, 96), (256, 256), (128, 6)] {
+            all.push(rope(style, head_dim, dims));
+        }
+        for scaling in [RopeScaling::None, RopeScaling::Linear { factor: 8.0 }, yarn] {
+            all.push(rope_scaled(style, 64, 64, scaling, true));
+            all.push(rope_scaled(style, 128, 96, scaling, false));
+        }
+    }
+    all
+}
+
+/// Products, grouped and gated, of every weight type.
+pub fn linear_cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for dtype in DType::WEIGHTS {
+        let k = dtype.block().0.max(32);
+        for (n, k, m) in [(1, k, 1), (1, 2 * k, 17), (2, k, 15), (5, 3 * k, 33), (19, k, 64)] {
+            all.push(linear(dtype, n, k, m, Values::Normal));
+        }
+        all.push(linear(dtype, 3, 2 * k, 48, Values::Mixed));
+    }
+    all
+}
+
+/// Attention over the paged cache: head sizes, groups, windows, caps, cache types, chunk boundaries.
+pub fn attention_cases() -> Vec<Case> {
+    let base = Attention::default();
+    let mut all = Vec::new();
+    for head_dim in [8, 20, 40, 64, 72, 80, 96, 128, 256] {
+        all.push(Attention {
+            head_dim,
+            kind: KvType::F16,
+            ..base
+        });
+        all.push(Attention {
+            head_dim,
+            kind: KvType::F32,
+            window: Some(37),
+            ..base
+        });
+        if head_dim % 32 == 0 {
+            all.push(Attention {
+                head_dim,
+                kind: KvType::Q8_0,
+                ..base
+            });
+        }
+    }
+    for (num_heads, num_kv_heads) in [(1, 1), (2, 2), (4, 1), (5, 1), (12, 2), (32, 1), (40, 2)] {
+        all.push(Attention {
+            num_heads,
+            num_kv_heads,
+            head_dim: 32,
+            ..base
+        });
+    }
+    for (window, softcap) in [
+        (Some(1), None),
+        (Some(16), Some(20.0)),
+        (Some(300), None),
+        (None, Some(5.0)),
+    ] {
+        all.push(Attention {
+            window,
+            softcap,
+            head_dim: 32,
+            ..base
+        });
+    }
+    for block_tokens in [32, 48, 256, 512] {
+        all.push(Attention {
+            block_tokens,
+            head_dim: 32,
+            ..base
+        });
+    }
+    all.push(Attention {
+        steps: &[[255, 257], [1, 1], [1, 1], [1, 1]],
+        head_dim: 32,
+        ..base
+    });
+    all.push(Attention {
+        steps: &[[700, 0], [1, 0], [0, 5]],
+        head_dim: 32,
+        ..base
+    });
+    all.push(Attention { rope: true, ..base });
+    all.push(Attention {
+        rope: true,
+        kind: KvType::F32,
+        ..base
+    });
+    all.iter().map(attention).collect()
+}
+
+/// Every case.
+pub fn all() -> Vec<Case> {
+    let parts = [
+        elementwise_cases(),
+        norm_cases(),
+        rope_cases(),
+        linear_cases(),
+        attention_cases(),
+    ];
+    parts.into_iter().flatten().collect()
+}
