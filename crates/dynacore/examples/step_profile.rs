@@ -122,17 +122,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     for t in &times {
         let kind = t.label.rsplit('.').next().unwrap_or("").to_owned();
         let sum = by_phase.entry((t.phase, kind)).or_default();
-        *sum = (sum.0 + t.work_ns, sum.1 + t.wait_ns, sum.2 + 1);
+        *sum = (sum.0 + t.work_ns, sum.1 + t.wall_ns, sum.2 + 1);
     }
     println!(
         "best of {STEPS} steps: {best:.3} ms, {:.1} tok/s",
         rows as f64 / best * 1e3
     );
-    for ((phase, label), (work, wait, count)) in by_phase {
+    for ((phase, label), (work, wall, count)) in by_phase {
         println!(
-            "{phase:18} {label:16} x{count:3}  work {:8.1} us  wait {:7.1} us",
+            "{phase:18} {label:16} x{count:3}  work {:8.1} us  wall {:8.1} us",
             work as f64 / 1e3,
-            wait as f64 / 1e3
+            wall as f64 / 1e3
         );
     }
     Ok(())

@@ -56,7 +56,7 @@ pub fn linear_cases() -> Vec<Case> {
     let mut all = Vec::new();
     for dtype in DType::WEIGHTS {
         let k = dtype.block().0.max(32);
-        for (n, k, m) in [(1, k, 1), (1, 2 * k, 17), (2, k, 15), (5, 3 * k, 33), (19, k, 64)] {
+        for (n, k, m) in [(1, k, 5), (1, 2 * k, 17), (2, k, 15), (5, 3 * k, 33), (19, k, 64)] {
             all.push(linear(dtype, n, k, m, Values::Normal));
         }
         all.push(linear(dtype, 3, 2 * k, 48, Values::Mixed));

@@ -1,12 +1,12 @@
 //! The CPU executor: checks a step, does its block copies, and lets all workers walk the plan's phases.
 //!
-//! Between two phases stands a barrier unless both are single items, which worker 0 does by itself; phases without
-//! items are passed over. Work of uneven cost (columns of products, attention items) is taken from a counter,
-//! everything else is split evenly. Who computes an item never changes its result.
+//! A phase's work is cut into items that workers take one after another (see [`super::pool`]). Phases of a single item
+//! that follow each other form one stage: one worker does them all without waiting in between, which at one token is
+//! most of what is not a product or attention. Who computes an item never changes its result.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use dynair::verify::{self, Pools};
@@ -17,7 +17,7 @@ use super::ops::attention::{Items, Layer, Scratch};
 use super::ops::linear;
 use super::ops::rows::Rows;
 use super::pool::shared::SharedMem;
-use super::pool::{Aborted, Job, Pool, Worker};
+use super::pool::{Job, Pool};
 use super::program::{Linear, Phase, Program, Size, Val};
 use super::storage::CpuKv;
 use super::table::KernelTable;
@@ -38,7 +38,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A plan bound to weights, cache and the device's workers.
 pub struct CpuExecutor {
     inner: Arc<Inner>,
-    job: Arc<dyn Job>,
+    /// Memory for the parts of split attention; replaced when a step needs more.
+    parts: Arc<SharedMem<f32>>,
     pool: Arc<Mutex<Pool>>,
     geometry: KvGeometry,
     next_ticket: u64,
@@ -46,17 +47,18 @@ pub struct CpuExecutor {
     poisoned: Option<String>,
 }
 
-/// Nanoseconds worker 0 spent in a phase, with the barrier before it.
+/// Time of a phase.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PhaseTime {
     /// Label of the plan's step.
     pub label: Arc<str>,
     /// What the phase does.
     pub phase: &'static str,
-    /// Work, nanoseconds.
+    /// Work of all workers together, nanoseconds.
     pub work_ns: u64,
-    /// Waiting at the barrier before it, nanoseconds.
-    pub wait_ns: u64,
+    /// From the end of the stage before to the end of this phase's stage, nanoseconds; 0 for all but the last phase
+    /// of a stage.
+    pub wall_ns: u64,
 }
 
 /// What workers see of the executor.
@@ -71,10 +73,7 @@ struct Inner {
     prepared: SharedMem<u8>,
     /// Per rotation `[max_tokens][2 · pairs]`.
     angles: Vec<SharedMem<f32>>,
-    /// Per phase the next piece of work.
-    next: Vec<AtomicUsize>,
     scratch: Vec<Mutex<WorkerScratch>>,
-    step: RwLock<StepState>,
 }
 
 struct WorkerScratch {
@@ -82,37 +81,37 @@ struct WorkerScratch {
     turned: Vec<f32>,
 }
 
-/// The step at hand.
-struct StepState {
+/// A step: what its workers read.
+struct Step {
+    inner: Arc<Inner>,
     batch: BatchMeta,
     size: Size,
+    stages: Vec<Stage>,
     /// Per cache group each row's block and slot.
     places: Vec<Vec<(u32, u32)>>,
     /// Per attention class.
     items: Vec<Items>,
-    /// Memory for the parts of split attention; grown when a step needs more.
-    parts: SharedMem<f32>,
-    /// Filled by worker 0 when asked for.
-    times: Option<Mutex<Vec<PhaseTime>>>,
+    parts: Arc<SharedMem<f32>>,
+    times: Option<Times>,
 }
 
-/// How much a phase has to do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Load {
-    Nothing,
-    /// One item: worker 0's.
-    Serial,
-    Parallel,
+/// Phases between two waits.
+#[derive(Debug, Clone, PartialEq)]
+struct Stage {
+    /// A run of phases of at most one item each, or one phase.
+    phases: Range<usize>,
+    /// Items of the one phase; 1 for a run.
+    items: usize,
+    /// Items taken together.
+    batch: usize,
 }
 
-impl Load {
-    fn of(items: usize) -> Load {
-        match items {
-            0 => Load::Nothing,
-            1 => Load::Serial,
-            _ => Load::Parallel,
-        }
-    }
+struct Times {
+    start: Instant,
+    /// By phase.
+    work_ns: Vec<AtomicU64>,
+    /// By stage, since the start.
+    end_ns: Vec<AtomicU64>,
 }
 
 fn out_of_memory(bytes: usize, what: &str) -> Error {
@@ -175,23 +174,14 @@ impl CpuExecutor {
             arena: zeroed(program.arena, "intermediate values")?,
             prepared: SharedMem::zeroed(prepared).ok_or_else(|| out_of_memory(prepared, "activations"))?,
             angles: angles.collect::<Result<_>>()?,
-            next: program.phases.iter().map(|_| AtomicUsize::new(0)).collect(),
             scratch: scratch.collect(),
-            step: RwLock::new(StepState {
-                batch: BatchMeta::default(),
-                size: Size::default(),
-                places: Vec::new(),
-                items: Vec::new(),
-                parts: zeroed(0, "attention")?,
-                times: None,
-            }),
             program,
             kv,
         });
-        let job: Arc<dyn Job> = Arc::new(Walk(Arc::clone(&inner)));
+        let parts = Arc::new(zeroed(0, "attention")?);
         Ok(CpuExecutor {
             inner,
-            job,
+            parts,
             pool,
             geometry,
             next_ticket: 0,
@@ -206,10 +196,27 @@ impl CpuExecutor {
     /// # Errors
     /// As [`Executor::submit`].
     pub fn profile(&mut self, batch: &BatchMeta) -> Result<Vec<PhaseTime>> {
-        self.step(batch, true)?;
-        let mut step = self.inner.step.write().unwrap_or_else(PoisonError::into_inner);
-        let times = step.times.take().expect("the step was executed with times");
-        Ok(times.into_inner().unwrap_or_else(PoisonError::into_inner))
+        let step = self.step(batch, true)?;
+        let times = step.times.as_ref().expect("the step was executed with times");
+        let (mut all, mut before) = (Vec::new(), 0);
+        for (stage, end) in step.stages.iter().zip(&times.end_ns) {
+            let end = end.load(Relaxed);
+            for i in stage.phases.clone() {
+                let (phase, label) = &self.inner.program.phases[i];
+                all.push(PhaseTime {
+                    label: Arc::clone(label),
+                    phase: phase.name(),
+                    work_ns: times.work_ns[i].load(Relaxed),
+                    wall_ns: if i + 1 == stage.phases.end {
+                        end.saturating_sub(before)
+                    } else {
+                        0
+                    },
+                });
+            }
+            before = end;
+        }
+        Ok(all)
     }
 
     /// Checks everything about `batch` that the workers rely on.
@@ -250,7 +257,7 @@ impl CpuExecutor {
         Ok(())
     }
 
-    fn step(&mut self, batch: &BatchMeta, timed: bool) -> Result<Size> {
+    fn step(&mut self, batch: &BatchMeta, timed: bool) -> Result<Arc<Step>> {
         if let Some(message) = &self.poisoned {
             return Err(Error::Worker {
                 device: "cpu".into(),
@@ -258,14 +265,11 @@ impl CpuExecutor {
             });
         }
         self.check(batch)?;
-        self.begin(batch, timed)?;
+        let step = Arc::new(self.begin(batch, timed)?);
+        step.forget_ledgers();
         self.copy_blocks(batch);
-        for next in &self.inner.next {
-            next.store(0, Relaxed);
-        }
-        self.inner.new_phase();
-        let outcome = lock(&self.pool).run(&self.job);
-        self.inner.new_phase();
+        step.forget_ledgers();
+        let outcome = lock(&self.pool).run(Arc::clone(&step) as Arc<dyn Job>);
         if let Err(message) = outcome {
             self.poisoned = Some(message.clone());
             return Err(Error::Worker {
@@ -273,51 +277,68 @@ impl CpuExecutor {
                 message,
             });
         }
-        Ok(Size {
-            tokens: batch.tokens.len(),
-            outputs: batch.output_rows.len(),
-        })
+        Ok(step)
     }
 
     /// Derives what the workers need from the batch.
-    fn begin(&self, batch: &BatchMeta, timed: bool) -> Result<()> {
-        let inner = &*self.inner;
+    fn begin(&mut self, batch: &BatchMeta, timed: bool) -> Result<Step> {
+        let inner = &self.inner;
+        let workers = inner.scratch.len();
         let items: Vec<Items> = inner
             .program
             .classes
             .iter()
-            .map(|class| Items::new(class, batch, inner.scratch.len()))
+            .map(|class| Items::new(class, batch, workers))
             .collect();
         let parts = items.iter().map(|i| i.part_elements).max().unwrap_or(0);
-        let mut step = inner.step.write().unwrap_or_else(PoisonError::into_inner);
-        if parts > step.parts.len() {
-            step.parts = SharedMem::zeroed(parts).ok_or_else(|| out_of_memory(4 * parts, "attention"))?;
+        if parts > self.parts.len() {
+            let memory = SharedMem::zeroed(parts).ok_or_else(|| out_of_memory(4 * parts, "attention"))?;
+            self.parts = Arc::new(memory);
         }
-        let block_tokens = self.geometry.block_tokens;
-        step.places = batch
-            .tables
-            .iter()
-            .map(|table| {
-                let mut places = Vec::with_capacity(batch.tokens.len());
-                for (s, seq) in batch.seqs.iter().enumerate() {
-                    let first = table.first[s] as usize;
-                    for row in seq.first_row..seq.first_row + seq.rows {
-                        let offset = (batch.positions[row as usize] - table.start[s]) as usize;
-                        let block = table.blocks[first + offset / block_tokens].0;
-                        places.push((block, (offset % block_tokens) as u32));
-                    }
-                }
-                places
-            })
-            .collect();
-        step.items = items;
-        step.size = Size {
-            tokens: batch.tokens.len(),
-            outputs: batch.output_rows.len(),
+        let mut step = Step {
+            inner: Arc::clone(inner),
+            batch: batch.clone(),
+            size: Size {
+                tokens: batch.tokens.len(),
+                outputs: batch.output_rows.len(),
+            },
+            stages: Vec::new(),
+            places: self.places(batch),
+            items,
+            parts: Arc::clone(&self.parts),
+            times: None,
         };
-        step.batch.clone_from(batch);
-        step.times = timed.then(Mutex::default);
-        Ok(())
+        step.stages = step.make_stages();
+        step.times = timed.then(|| Times {
+            start: Instant::now(),
+            work_ns: self
+                .inner
+                .program
+                .phases
+                .iter()
+                .map(|_| AtomicU64::new(0))
+                .collect(),
+            end_ns: step.stages.iter().map(|_| AtomicU64::new(0)).collect(),
+        });
+        Ok(step)
+    }
+
+    /// Per cache group the block and slot of each row.
+    fn places(&self, batch: &BatchMeta) -> Vec<Vec<(u32, u32)>> {
+        let block_tokens = self.geometry.block_tokens;
+        let of_table = |table: &dynair::BlockTables| {
+            let mut places = Vec::with_capacity(batch.tokens.len());
+            for (s, seq) in batch.seqs.iter().enumerate() {
+                let first = table.first[s] as usize;
+                for row in seq.first_row..seq.first_row + seq.rows {
+                    let offset = (batch.positions[row as usize] - table.start[s]) as usize;
+                    let block = table.blocks[first + offset / block_tokens].0;
+                    places.push((block, (offset % block_tokens) as u32));
+                }
+            }
+            places
+        };
+        batch.tables.iter().map(of_table).collect()
     }
 
     /// The step's copies of whole blocks, in all layers of each group, in order.
@@ -345,7 +366,7 @@ impl Executor for CpuExecutor {
                 "step {ticket} is in flight and must be waited for first"
             )));
         }
-        let size = self.step(batch, false)?;
+        let size = self.step(batch, false)?.size;
         self.next_ticket += 1;
         self.in_flight = Some((self.next_ticket, size));
         Ok(Ticket(self.next_ticket))
@@ -369,39 +390,39 @@ impl Executor for CpuExecutor {
     }
 }
 
-struct Walk(Arc<Inner>);
+impl Job for Step {
+    fn stages(&self) -> usize {
+        self.stages.len()
+    }
 
-impl Job for Walk {
-    fn run(&self, worker: &Worker<'_>) -> Result<(), Aborted> {
-        let inner = &*self.0;
-        let step = inner.step.read().unwrap_or_else(PoisonError::into_inner);
-        let mut scratch = lock(&inner.scratch[worker.index]);
-        let timer = step.times.as_ref().filter(|_| worker.index == 0);
-        let mut before = Load::Serial;
-        for (i, (phase, label)) in inner.program.phases.iter().enumerate() {
-            let load = inner.load(phase, &step);
-            if load == Load::Nothing {
+    fn items(&self, stage: usize) -> usize {
+        let stage = &self.stages[stage];
+        stage.items.div_ceil(stage.batch)
+    }
+
+    fn run(&self, stage: usize, item: usize, worker: usize) {
+        let stage = &self.stages[stage];
+        let items = item * stage.batch..((item + 1) * stage.batch).min(stage.items);
+        let mut scratch = lock(&self.inner.scratch[worker]);
+        for i in stage.phases.clone() {
+            let phase = &self.inner.program.phases[i].0;
+            // A run may hold phases without items.
+            if stage.phases.len() > 1 && self.load(phase) == 0 {
                 continue;
             }
-            let arrived = timer.map(|_| Instant::now());
-            if load == Load::Parallel || before == Load::Parallel {
-                inner.barrier(worker)?;
-            }
-            before = load;
-            let started = timer.map(|_| Instant::now());
-            if load == Load::Parallel || worker.index == 0 {
-                inner.run(phase, i, worker, &step, &mut scratch);
-            }
-            if let (Some(times), Some(arrived), Some(started)) = (timer, arrived, started) {
-                lock(times).push(PhaseTime {
-                    label: Arc::clone(label),
-                    phase: phase.name(),
-                    work_ns: started.elapsed().as_nanos() as u64,
-                    wait_ns: (started - arrived).as_nanos() as u64,
-                });
+            let started = self.times.as_ref().map(|_| Instant::now());
+            self.phase(phase, items.clone(), &mut scratch);
+            if let (Some(times), Some(started)) = (&self.times, started) {
+                times.work_ns[i].fetch_add(started.elapsed().as_nanos() as u64, Relaxed);
             }
         }
-        Ok(())
+    }
+
+    fn done(&self, stage: usize) {
+        if let Some(times) = &self.times {
+            times.end_ns[stage].store(times.start.elapsed().as_nanos() as u64, Relaxed);
+        }
+        self.forget_ledgers();
     }
 }
 
@@ -425,47 +446,58 @@ impl Phase {
     }
 }
 
-impl Inner {
+impl Step {
     /// Forgets the ledgers of shared memory; they exist in this crate's tests only.
-    fn new_phase(&self) {
+    fn forget_ledgers(&self) {
         if cfg!(test) {
-            self.arena.new_phase();
-            self.prepared.new_phase();
-            self.angles.iter().for_each(SharedMem::new_phase);
-            self.kv.caches.iter().for_each(|c| c.mem.new_phase());
-            self.step
-                .read()
-                .unwrap_or_else(PoisonError::into_inner)
-                .parts
-                .new_phase();
+            self.inner.arena.new_phase();
+            self.inner.prepared.new_phase();
+            self.inner.angles.iter().for_each(SharedMem::new_phase);
+            self.inner.kv.caches.iter().for_each(|c| c.mem.new_phase());
+            self.parts.new_phase();
         }
     }
 
-    fn barrier(&self, worker: &Worker<'_>) -> Result<(), Aborted> {
-        worker.barrier()?;
-        if cfg!(test) {
-            if worker.index == 0 {
-                self.new_phase();
-            }
-            worker.barrier()?;
-        }
-        Ok(())
-    }
-
-    fn rows<'a>(&'a self, step: &'a StepState) -> Rows<'a> {
+    fn rows(&self) -> Rows<'_> {
+        let inner = &*self.inner;
         Rows {
-            table: self.ops,
-            arena: &self.arena,
-            size: step.size,
-            batch: &step.batch,
-            angles: &self.angles,
+            table: inner.ops,
+            arena: &inner.arena,
+            size: self.size,
+            batch: &self.batch,
+            angles: &inner.angles,
         }
     }
 
-    fn load(&self, phase: &Phase, step: &StepState) -> Load {
-        let rows = self.rows(step);
-        Load::of(match phase {
-            Phase::Angles => step.size.tokens,
+    fn make_stages(&self) -> Vec<Stage> {
+        let workers = self.inner.scratch.len();
+        let mut stages: Vec<Stage> = Vec::new();
+        for (i, (phase, _)) in self.inner.program.phases.iter().enumerate() {
+            let items = self.load(phase);
+            let uneven = matches!(phase, Phase::Attention { .. } | Phase::Product { .. });
+            let batch = if uneven {
+                1
+            } else {
+                (items / (PIECES_PER_WORKER * workers)).max(1)
+            };
+            match stages.last_mut() {
+                _ if items == 0 => {}
+                Some(last) if last.items == 1 && items == 1 => last.phases.end = i + 1,
+                _ => stages.push(Stage {
+                    phases: i..i + 1,
+                    items,
+                    batch,
+                }),
+            }
+        }
+        stages
+    }
+
+    /// Items of a phase.
+    fn load(&self, phase: &Phase) -> usize {
+        let rows = self.rows();
+        match phase {
+            Phase::Angles => self.size.tokens,
             Phase::Embed { out, .. } | Phase::TakeOutputs { out, .. } => rows.row_items(out),
             Phase::Norm { x, .. } => rows.norm_items(x),
             Phase::AddNorm { a, .. } => rows.norm_items(a),
@@ -473,30 +505,24 @@ impl Inner {
             Phase::Map { x, .. } => rows.element_items(x),
             Phase::Zip { a, .. } => rows.element_items(a),
             Phase::KvWrite { k, .. } => rows.row_items(k),
-            Phase::Attention { class, .. } => step.items[*class].count(),
-            Phase::AttentionMerge { class, .. } => step.items[*class].merge_count(),
-            Phase::Prepare { x } if linear::scratch_bytes(self.table, x.width) == 0 => 0,
+            Phase::Attention { class, .. } => self.items[*class].count(),
+            Phase::AttentionMerge { class, .. } => self.items[*class].merge_count(),
+            Phase::Prepare { x } if linear::scratch_bytes(self.inner.table, x.width) == 0 => 0,
             Phase::Prepare { x } => rows.row_items(x),
-            Phase::Product { x, .. } if x.bind(step.size) == 0 => 0,
-            Phase::Product { linear, .. } => pieces(linear, self.scratch.len()).1,
-        })
+            Phase::Product { x, .. } if x.bind(self.size) == 0 => 0,
+            Phase::Product { linear, .. } => pieces(linear, self.inner.scratch.len()).1,
+        }
     }
 
-    fn run(
-        &self,
-        phase: &Phase,
-        index: usize,
-        worker: &Worker<'_>,
-        step: &StepState,
-        own: &mut WorkerScratch,
-    ) {
-        let rows = self.rows(step);
+    /// Runs some items of a phase.
+    fn phase(&self, phase: &Phase, items: Range<usize>, own: &mut WorkerScratch) {
+        let rows = self.rows();
+        let program = &self.inner.program;
+        let caches = &self.inner.kv.caches;
         match phase {
-            Phase::Angles => rows.make_angles(&self.program.ropes, worker.share(step.size.tokens)),
-            Phase::Embed { weight, out } => rows.embed(weight, out, worker.share(rows.row_items(out))),
-            Phase::Norm { x, weight, eps, out } => {
-                rows.norm(x, weight, *eps, out, worker.share(rows.norm_items(x)));
-            }
+            Phase::Angles => rows.make_angles(&program.ropes, items),
+            Phase::Embed { weight, out } => rows.embed(weight, out, items),
+            Phase::Norm { x, weight, eps, out } => rows.norm(x, weight, *eps, out, items),
             Phase::AddNorm {
                 a,
                 b,
@@ -505,27 +531,25 @@ impl Inner {
                 sum,
                 out,
             } => {
-                rows.add_norm(a, b, weight, *eps, sum, out, worker.share(rows.norm_items(a)));
+                rows.add_norm(a, b, weight, *eps, sum, out, items);
             }
             Phase::Rope { x, style, table, out } => {
-                let pairs = self.program.ropes[*table].pairs();
-                rows.rope(x, *style, *table, pairs, out, worker.share(rows.row_items(x)));
+                rows.rope(x, *style, *table, program.ropes[*table].pairs(), out, items);
             }
-            Phase::Map { op, x, out } => rows.map(*op, x, out, worker.share(rows.element_items(x))),
-            Phase::Zip { op, a, b, out } => rows.zip(*op, a, b, out, worker.share(rows.element_items(a))),
-            Phase::TakeOutputs { x, out } => rows.take_outputs(x, out, worker.share(rows.row_items(out))),
+            Phase::Map { op, x, out } => rows.map(*op, x, out, items),
+            Phase::Zip { op, a, b, out } => rows.zip(*op, a, b, out, items),
+            Phase::TakeOutputs { x, out } => rows.take_outputs(x, out, items),
             Phase::KvWrite { k, v, cache, rope } => {
-                let cache = &self.kv.caches[*cache];
-                let turn = rope.map(|(style, table)| (style, table, self.program.ropes[table].pairs()));
-                let places = &step.places[cache.group];
+                let cache = &caches[*cache];
+                let turn = rope.map(|(style, table)| (style, table, program.ropes[table].pairs()));
                 rows.kv_write(
                     cache,
                     k,
                     v,
                     turn,
-                    places,
+                    &self.places[cache.group],
                     &mut own.turned,
-                    worker.share(rows.row_items(k)),
+                    items,
                 );
             }
             Phase::Attention {
@@ -535,94 +559,69 @@ impl Inner {
                 spec,
                 out,
             } => {
-                let layer = self.layer(step, *class, spec, out);
-                let cache = &self.kv.caches[*cache];
-                self.each(index, layer.items.count(), |i| {
-                    layer.attend(cache, q.at, i, &mut own.attention)
-                });
+                let layer = self.layer(*class, spec, out);
+                items.for_each(|i| layer.attend(&caches[*cache], q.at, i, &mut own.attention));
             }
             Phase::AttentionMerge { class, spec, out } => {
-                let layer = self.layer(step, *class, spec, out);
-                self.each(index, layer.items.merge_count(), |i| {
-                    layer.merge_item(i, &mut own.attention)
-                });
+                let layer = self.layer(*class, spec, out);
+                items.for_each(|i| layer.merge_item(i, &mut own.attention));
             }
-            Phase::Prepare { x } => self.prepare(x, step, worker.share(rows.row_items(x))),
-            Phase::Product { x, linear } => self.product(x, linear, index, step),
+            Phase::Prepare { x } => self.prepare(x, items),
+            Phase::Product { x, linear } => items.for_each(|i| self.product(x, linear, i)),
         }
     }
 
-    /// Takes items of a phase from its counter until there are none.
-    fn each(&self, phase: usize, items: usize, mut run: impl FnMut(usize)) {
-        loop {
-            let item = self.next[phase].fetch_add(1, Relaxed);
-            if item >= items {
-                return;
-            }
-            run(item);
-        }
-    }
-
-    fn layer<'a>(
-        &'a self,
-        step: &'a StepState,
-        class: usize,
-        spec: &'a dynair::AttnSpec,
-        out: &Val,
-    ) -> Layer<'a> {
+    fn layer<'a>(&'a self, class: usize, spec: &'a dynair::AttnSpec, out: &Val) -> Layer<'a> {
         Layer {
-            table: self.ops,
+            table: self.inner.ops,
             spec,
-            items: &step.items[class],
-            batch: &step.batch,
-            arena: &self.arena,
+            items: &self.items[class],
+            batch: &self.batch,
+            arena: &self.inner.arena,
             out: out.at,
-            parts: &step.parts,
+            parts: &self.parts,
         }
     }
 
-    fn prepare(&self, x: &Val, step: &StepState, items: Range<usize>) {
-        let rows = super::ops::rows::rows_of(items, x.bind(step.size), x.width);
-        let bytes = linear::scratch_bytes(self.table, x.width);
-        let out = self.prepared.write(rows.start * bytes..rows.end * bytes);
-        linear::prepare(self.table, self.arena.read(x.row_range(rows)), x.width, out);
+    fn prepare(&self, x: &Val, items: Range<usize>) {
+        let inner = &*self.inner;
+        let rows = super::ops::rows::rows_of(items, x.bind(self.size), x.width);
+        let bytes = linear::scratch_bytes(inner.table, x.width);
+        let out = inner.prepared.write(rows.start * bytes..rows.end * bytes);
+        linear::prepare(inner.table, inner.arena.read(x.row_range(rows)), x.width, out);
     }
 
-    fn product(&self, x: &Val, linear: &Linear, index: usize, step: &StepState) {
-        let n = x.bind(step.size);
-        let values = self.arena.read(x.range(step.size));
-        let prepared = self
+    /// Piece `piece` of the columns of a linear op.
+    fn product(&self, x: &Val, linear: &Linear, piece: usize) {
+        let inner = &*self.inner;
+        let n = x.bind(self.size);
+        let values = inner.arena.read(x.range(self.size));
+        let prepared = inner
             .prepared
-            .read(0..n * linear::scratch_bytes(self.table, x.width));
+            .read(0..n * linear::scratch_bytes(inner.table, x.width));
         let put = |out: &Val| {
             let out = *out;
             move |row: usize, column: usize, values: &[f32]| {
                 let at = out.at + row * out.width + column;
-                self.arena.write(at..at + values.len()).copy_from_slice(values);
+                inner.arena.write(at..at + values.len()).copy_from_slice(values);
             }
         };
-        let (groups, count) = pieces(linear, self.scratch.len());
-        self.each(index, count, |piece| {
-            for (member, columns) in columns_of(linear, piece * groups..(piece + 1) * groups) {
-                match linear {
-                    Linear::Group(members) => {
-                        let m = &members[member];
-                        let weight = m
-                            .weight
-                            .matrix
-                            .as_ref()
-                            .expect("lowering checked the weight's form");
-                        let bias = m.bias.as_deref();
-                        linear::run(self.table, weight, bias, values, prepared, columns, put(&m.out));
-                    }
-                    Linear::Glu { gate, up, act, out } => {
-                        let form = "lowering checked the weight's form";
-                        let pair = [gate, up].map(|w| w.matrix.as_ref().expect(form));
-                        linear::run_glu(self.table, pair, *act, values, prepared, columns, put(out));
-                    }
+        let form = "lowering checked the weight's form";
+        let (groups, _) = pieces(linear, inner.scratch.len());
+        for (member, columns) in columns_of(linear, piece * groups..(piece + 1) * groups) {
+            match linear {
+                Linear::Group(members) => {
+                    let m = &members[member];
+                    let weight = m.weight.matrix.as_ref().expect(form);
+                    let bias = m.bias.as_deref();
+                    linear::run(inner.table, weight, bias, values, prepared, columns, put(&m.out));
+                }
+                Linear::Glu { gate, up, act, out } => {
+                    let pair = [gate, up].map(|w| w.matrix.as_ref().expect(form));
+                    linear::run_glu(inner.table, pair, *act, values, prepared, columns, put(out));
                 }
             }
-        });
+        }
     }
 }
 

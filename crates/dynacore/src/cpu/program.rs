@@ -101,7 +101,7 @@ pub(crate) struct AttnClass {
     pub(crate) head_dim: usize,
 }
 
-/// A phase: what all workers do between two barriers.
+/// A phase: what workers do without waiting for each other.
 pub(crate) enum Phase {
     /// Cosines and sines of the step's positions, all tables.
     Angles,

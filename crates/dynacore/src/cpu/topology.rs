@@ -58,7 +58,7 @@ impl Topology {
     }
 
     /// Threads `--threads auto` means: physical cores within affinity mask and quota, at least 1. A fractional quota
-    /// is rounded down: a thread that is throttled half of the time holds up all others at every barrier.
+    /// is rounded down: a thread that is throttled half of the time holds up all others at the end of every stage.
     pub fn auto_threads(&self) -> usize {
         let quota = self
             .quota_cores

@@ -102,6 +102,11 @@ fn case(
 /// Shapes and types of a case are ours: the builder takes them.
 const VALID: &str = "the shapes of a case fit";
 
+/// Rows of an input table for `n` tokens: a table of one row would be a vector.
+fn rows(n: usize) -> usize {
+    n.max(2)
+}
+
 /// All element-wise ops over `[n, cols]`, a case each; and `Embed` and `TakeOutputs` by the way.
 pub fn elementwise(n: usize, cols: usize, values: Values) -> Vec<Case> {
     type Build = fn(&mut GraphBuilder<'_>, ValueId, ValueId) -> dynair::Result<ValueId>;
@@ -140,12 +145,22 @@ pub fn elementwise(n: usize, cols: usize, values: Values) -> Vec<Case> {
         .map(|(name, tolerance, reason, build)| {
             let mut rng = Rng::new((n * 1000 + cols) as u64);
             let mut tensors = Tensors::default();
-            tensors.add("a.weight", DType::F32, n, &rng.values(n * cols, values));
+            tensors.add(
+                "a.weight",
+                DType::F32,
+                rows(n),
+                &rng.values(rows(n) * cols, values),
+            );
             // The second operand stays moderate, so that products stay finite.
-            tensors.add("b.weight", DType::F32, n, &rng.values(n * cols, Values::Normal));
+            tensors.add(
+                "b.weight",
+                DType::F32,
+                rows(n),
+                &rng.values(rows(n) * cols, Values::Normal),
+            );
             let mut b = GraphBuilder::new(&tensors);
-            let x = b.embed("a", n, cols).expect(VALID);
-            let y = b.embed("b", n, cols).expect(VALID);
+            let x = b.embed("a", rows(n), cols).expect(VALID);
+            let y = b.embed("b", rows(n), cols).expect(VALID);
             let z = build(&mut b, x, y).expect(VALID);
             let out = b.take_outputs(z).expect(VALID);
             let graph = b.finish(out).expect(VALID);
@@ -165,12 +180,22 @@ pub fn elementwise(n: usize, cols: usize, values: Values) -> Vec<Case> {
 pub fn norm(n: usize, cols: usize, values: Values) -> Case {
     let mut rng = Rng::new((n * 77 + cols) as u64);
     let mut tensors = Tensors::default();
-    tensors.add("a.weight", DType::F32, n, &rng.values(n * cols, values));
-    tensors.add("b.weight", DType::F32, n, &rng.values(n * cols, values));
+    tensors.add(
+        "a.weight",
+        DType::F32,
+        rows(n),
+        &rng.values(rows(n) * cols, values),
+    );
+    tensors.add(
+        "b.weight",
+        DType::F32,
+        rows(n),
+        &rng.values(rows(n) * cols, values),
+    );
     tensors.add("norm.weight", DType::F32, 1, &rng.values(cols, Values::Normal));
     let mut b = GraphBuilder::new(&tensors);
-    let x = b.embed("a", n, cols).expect(VALID);
-    let y = b.embed("b", n, cols).expect(VALID);
+    let x = b.embed("a", rows(n), cols).expect(VALID);
+    let y = b.embed("b", rows(n), cols).expect(VALID);
     let sum = b.add(x, y, "sum").expect(VALID);
     let normed = b.rms_norm(sum, "norm", 1e-6).expect(VALID);
     let both = b.add(sum, normed, "both").expect(VALID);
@@ -250,7 +275,7 @@ pub fn rope_scaled(
 pub fn linear(dtype: DType, n: usize, k: usize, m: usize, values: Values) -> Case {
     let mut rng = Rng::new((n * 7 + k * 3 + m) as u64);
     let mut tensors = Tensors::default();
-    tensors.add("x.weight", DType::F32, n, &rng.values(n * k, values));
+    tensors.add("x.weight", DType::F32, rows(n), &rng.values(rows(n) * k, values));
     for name in ["q", "k", "gate", "up"] {
         let mut w = rng.values(m * k, Values::Normal);
         w.iter_mut().for_each(|w| *w *= 0.05);
@@ -258,7 +283,7 @@ pub fn linear(dtype: DType, n: usize, k: usize, m: usize, values: Values) -> Cas
     }
     tensors.add("k.bias", DType::F32, 1, &rng.values(m, Values::Normal));
     let mut b = GraphBuilder::new(&tensors);
-    let x = b.embed("x", n, k).expect(VALID);
+    let x = b.embed("x", rows(n), k).expect(VALID);
     let q = b.linear(x, "q").expect(VALID);
     let key = b.linear(x, "k").expect(VALID);
     let sum = b.add(q, key, "sum").expect(VALID);

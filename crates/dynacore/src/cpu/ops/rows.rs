@@ -1,8 +1,7 @@
 //! Ops whose rows do not meet: embedding, norms, element-wise ops, output rows, cache writes.
 //!
 //! Each takes the range of items a worker has; [`items`] says how many there are. An item is a few rows, or a run of
-//! elements: enough work that splitting it pays, so that at one token most of these ops are one item and need no
-//! barrier.
+//! elements: enough work that splitting it pays, so that at one token most of these ops are one item.
 
 use std::ops::Range;
 
@@ -14,7 +13,7 @@ use crate::cpu::pool::shared::SharedMem;
 use crate::cpu::program::{MapOp, Size, Val, ZipOp};
 use crate::cpu::storage::{CpuCache, CpuWeight};
 
-/// Elements of an item: about a microsecond of work, twice what a barrier costs.
+/// Elements of an item: about a microsecond of work, twice what waiting for a stage costs.
 const ITEM_ELEMENTS: usize = 4096;
 
 /// Rows of `width` elements that form an item.

@@ -1,9 +1,9 @@
 //! Zeroed, 64-byte aligned memory that the workers of a step read and write together.
 //!
-//! The rule that makes the views sound: **between two barriers, a range that one worker takes to write is taken by no
+//! The rule that makes the views sound: **within a stage, a range that one worker takes to write is taken by no
 //! other worker and by no reader.** The executor holds it: it refuses plans in which a step's output overlaps its
-//! inputs, puts a barrier between dependent phases, and the ops split a phase's output into one range per item, each
-//! item being given to one worker. In this crate's own tests a ledger of the ranges taken since the last barrier
+//! inputs, puts dependent phases into stages of their own, and the ops split a phase's output into one range per item, each
+//! item being given to one worker. In this crate's own tests a ledger of the ranges taken of the stage at hand
 //! checks the rule on every call.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -71,11 +71,11 @@ impl<T: Plain> SharedMem<T> {
     pub(crate) fn read(&self, range: Range<usize>) -> &[T] {
         self.claim(&range, false);
         // SAFETY: `claim` has checked the bounds; the memory is initialised (zeroed at first, then written through
-        // views of `T`); by the module's rule no other worker writes it before the next barrier.
+        // views of `T`); by the module's rule no other worker writes it in this stage.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.end - range.start) }
     }
 
-    /// A range for writing, by this worker alone until the next barrier.
+    /// A range for writing, by this worker alone until the stage is done.
     ///
     /// # Panics
     /// As [`SharedMem::read`].
@@ -134,7 +134,7 @@ impl<T: Plain> SharedMem<T> {
         }
     }
 
-    /// Forgets the ledger: called by one worker between two barriers, or by the owner while no job runs.
+    /// Forgets the ledger: called when a stage is done and before the next begins.
     pub(crate) fn new_phase(&self) {
         #[cfg(test)]
         self.ledger
