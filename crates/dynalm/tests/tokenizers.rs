@@ -4,8 +4,10 @@
 //! `DYNALM_TEST_DATA` names (`vocab/*.gguf` with `.inp` and `.out` beside each, `models/*.gguf`); a test that finds
 //! none says so.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use dynalm::format::gguf::Gguf;
+use dynalm::load::vocab_source;
 use dynalm::text::{AddSpecial, DetokenizeOptions, Detokenizer, Piece, TokenId, Tokenizer, VocabSource};
 use serde_json::Value;
 
@@ -327,5 +329,60 @@ fn a_megabyte_of_anything_is_encoded() {
                 .unwrap();
             assert!(back == text, "{unit:?}");
         }
+    }
+}
+
+/// GGUF files with published vocabularies, if there are any.
+fn published() -> Vec<PathBuf> {
+    let Some(folder) = std::env::var_os("DYNALM_TEST_DATA").map(PathBuf::from) else {
+        println!("skipped: DYNALM_TEST_DATA does not name a folder with published vocabularies");
+        return Vec::new();
+    };
+    let mut files = Vec::new();
+    for folder in [folder.join("vocab"), folder.join("models"), folder] {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        files.extend(
+            entries
+                .map(|entry| entry.path())
+                .filter(|path| path.extension().is_some_and(|e| e == "gguf")),
+        );
+    }
+    assert!(
+        !files.is_empty(),
+        "DYNALM_TEST_DATA names a folder without GGUF files"
+    );
+    files
+}
+
+#[test]
+fn published_vocabularies_equal_their_references() {
+    let real = data("real.json");
+    let corpus = strings(&data("corpus.json"));
+    for path in published() {
+        let source = vocab_source(Gguf::open(&path).unwrap().metadata()).unwrap();
+        let tokenizer = Tokenizer::new(&source).unwrap();
+        let name = path.display().to_string();
+        let beside = |ending: &str| std::fs::read_to_string(format!("{name}.{ending}")).ok();
+        if let (Some(texts), Some(lines)) = (beside("inp"), beside("out")) {
+            // The file ends in a separator, so what follows the last one is no text.
+            for (text, line) in texts.split("\n__ggml_vocab_test__\n").zip(lines.lines()) {
+                let want: Vec<TokenId> = line.split_whitespace().map(|id| id.parse().unwrap()).collect();
+                assert_eq!(
+                    tokenizer.encode(&[Piece::Text(text)]).unwrap(),
+                    want,
+                    "{name}: {text:?}"
+                );
+            }
+            assert!(lines.lines().count() >= 40, "{name}");
+        }
+        let sha: String = {
+            use sha2::Digest as _;
+            let digest = sha2::Sha256::digest(source.tokens.join("\n").as_bytes());
+            digest.iter().map(|byte| format!("{byte:02x}")).collect()
+        };
+        if let Some(expected) = real.get(&sha) {
+            compare(&name, &tokenizer, &corpus, &expected["ids"], false);
+        }
+        println!("compared {name}");
     }
 }

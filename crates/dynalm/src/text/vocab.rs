@@ -360,7 +360,7 @@ pub(super) fn byte_of_char(c: char) -> Option<u8> {
 }
 
 /// The bytes a token of byte-level BPE stands for, or `None` if it is not written in that alphabet.
-pub(super) fn byte_level_decode(text: &str) -> Option<Vec<u8>> {
+fn byte_level_decode(text: &str) -> Option<Vec<u8>> {
     text.chars().map(byte_of_char).collect()
 }
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use foldhash::fast::RandomState;
 
 use super::merge::Merger;
-use crate::text::vocab::{TokenId, TokenKind, Vocab, VocabSource, byte_level_decode};
+use crate::text::vocab::{TokenId, TokenKind, Vocab, VocabSource, byte_of_char};
 use crate::{Error, Result};
 
 /// The tables of one byte-level vocabulary.
@@ -18,7 +18,8 @@ pub(super) struct Bpe {
     byte_ids: [Option<TokenId>; 256],
     /// (left, right) -> (rank, merged).
     merges: HashMap<(TokenId, TokenId), (u32, TokenId), RandomState>,
-    /// Whole words that are taken without merging; empty unless the vocabulary wants that.
+    /// Whole words that are taken without merging (and, with ids beyond the vocabulary, what merges pass through);
+    /// empty unless the vocabulary wants that.
     words: HashMap<Box<[u8]>, TokenId, RandomState>,
     vocab_len: u32,
     unk: Option<TokenId>,
@@ -49,32 +50,31 @@ impl Bpe {
         for (byte, slot) in byte_ids.iter_mut().enumerate() {
             *slot = ids.get([byte as u8].as_slice()).copied();
         }
-        let words = if ignore_merges {
-            ids.clone()
-        } else {
-            HashMap::default()
-        };
         let mut merges = HashMap::with_capacity_and_hasher(source.merges.len(), RandomState::default());
         let mut next = vocab_len;
+        let mut raw = Vec::new();
         for (rank, line) in source.merges.iter().enumerate() {
-            let (left, right) = split_merge(line).ok_or_else(|| {
+            let middle = split_merge(line, &mut raw).ok_or_else(|| {
                 Error::Tokenizer(format!(
                     "merge {rank} is `{line}`, not two tokens with a space between"
                 ))
             })?;
-            let mut intern = |raw: Vec<u8>| -> Result<TokenId> {
-                let id = *ids.entry(raw.into_boxed_slice()).or_insert(next);
-                if id == next {
-                    next = next
-                        .checked_add(1)
-                        .ok_or_else(|| Error::Tokenizer("too many merges".into()))?;
+            let mut intern = |raw: &[u8]| -> Result<TokenId> {
+                if let Some(&id) = ids.get(raw) {
+                    return Ok(id);
                 }
+                let id = next;
+                next = next
+                    .checked_add(1)
+                    .ok_or_else(|| Error::Tokenizer("too many merges".into()))?;
+                ids.insert(raw.into(), id);
                 Ok(id)
             };
-            let merged = intern([left.as_slice(), right.as_slice()].concat())?;
-            let pair = (intern(left)?, intern(right)?);
+            let merged = intern(&raw)?;
+            let pair = (intern(&raw[..middle])?, intern(&raw[middle..])?);
             merges.entry(pair).or_insert((rank as u32, merged));
         }
+        let words = if ignore_merges { ids } else { HashMap::default() };
         Ok(Bpe {
             byte_ids,
             merges,
@@ -86,7 +86,7 @@ impl Bpe {
 
     /// Appends the tokens of `word`, one piece of the split text.
     pub(super) fn encode(&self, word: &[u8], merger: &mut Merger, out: &mut Vec<TokenId>) -> Result<()> {
-        if let Some(&id) = self.words.get(word) {
+        if let Some(&id) = self.words.get(word).filter(|&&id| id < self.vocab_len) {
             merger.work += 1;
             out.push(id);
             return Ok(());
@@ -114,14 +114,33 @@ impl Bpe {
     }
 }
 
-/// Splits `left right`. A token may itself be written with a leading space in odd vocabularies, never be empty.
-fn split_merge(line: &str) -> Option<(Vec<u8>, Vec<u8>)> {
+/// Splits `left right`: the bytes of both go to `raw`, the result says where the right one begins. A token may itself
+/// be written with a leading space in odd vocabularies, never be empty.
+fn split_merge(line: &str, raw: &mut Vec<u8>) -> Option<usize> {
     let skip = line.chars().next()?.len_utf8();
     let at = skip + line[skip..].find(' ')?;
     let (left, right) = (&line[..at], &line[at + 1..]);
     if right.is_empty() {
         return None;
     }
-    let decode = |text: &str| byte_level_decode(text).unwrap_or_else(|| text.as_bytes().to_vec());
-    Some((decode(left), decode(right)))
+    raw.clear();
+    append_decoded(left, raw);
+    let middle = raw.len();
+    append_decoded(right, raw);
+    Some(middle)
+}
+
+/// The bytes of a token's text; one that is not written in the byte alphabet stands for itself.
+fn append_decoded(text: &str, raw: &mut Vec<u8>) {
+    let start = raw.len();
+    for c in text.chars() {
+        match byte_of_char(c) {
+            Some(byte) => raw.push(byte),
+            None => {
+                raw.truncate(start);
+                raw.extend_from_slice(text.as_bytes());
+                return;
+            }
+        }
+    }
 }
