@@ -74,21 +74,8 @@ impl<'a> GraphBuilder<'a> {
     /// Appends a node with one output.
     fn push(&mut self, op: Op, inputs: &[ValueId], label: &str) -> Result<ValueId> {
         let types: Vec<ValueType> = inputs.iter().map(|v| self.value_type(*v)).collect();
-        let outs =
-            output_types(&op, &types, &self.graph.weights, &self.graph.caches).map_err(|e| match e {
-                Error::BadInput {
-                    op,
-                    what,
-                    found,
-                    expected,
-                } => Error::BadInput {
-                    op: format!("{op} `{label}`"),
-                    what,
-                    found,
-                    expected,
-                },
-                other => other,
-            })?;
+        let outs = output_types(&op, &types, &self.graph.weights, &self.graph.caches)
+            .map_err(|e| verify::located(e, label))?;
         assert_eq!(outs.len(), 1, "every op of the builder has one output");
         let value = ValueId(self.graph.values.len() as u32);
         self.graph.values.push(outs[0]);

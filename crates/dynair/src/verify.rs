@@ -9,6 +9,9 @@
 //!
 //! A batch: `batch-*`; see [`batch`].
 
+#[cfg(test)]
+mod tests;
+
 use crate::batch::BatchMeta;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -29,6 +32,24 @@ fn broken(
         rule,
         at: at.to_string(),
         detail: detail.to_string(),
+    }
+}
+
+/// A shape rule's error with the label of the node that breaks it.
+pub(crate) fn located(error: Error, label: &str) -> Error {
+    match error {
+        Error::BadInput {
+            op,
+            what,
+            found,
+            expected,
+        } => Error::BadInput {
+            op: format!("{op} `{label}`"),
+            what,
+            found,
+            expected,
+        },
+        other => other,
     }
 }
 
@@ -158,7 +179,8 @@ impl GraphCheck<'_> {
             }
             types.push(self.graph.values[v.0 as usize]);
         }
-        let want = output_types(&node.op, &types, &self.graph.weights, &self.graph.caches)?;
+        let want = output_types(&node.op, &types, &self.graph.weights, &self.graph.caches)
+            .map_err(|e| located(e, &node.label))?;
         if want.len() != node.outputs.len() {
             let detail = format!("{} outputs, expected {}", node.outputs.len(), want.len());
             return Err(broken("graph", "output-count", at(), detail));
@@ -325,7 +347,8 @@ impl PlanCheck<'_> {
             inputs.push(self.operand_type(operand, &at)?);
             self.read(operand, &at)?;
         }
-        let want = output_types(&step.op, &inputs, &self.plan.weights, &self.plan.caches)?;
+        let want = output_types(&step.op, &inputs, &self.plan.weights, &self.plan.caches)
+            .map_err(|e| located(e, &step.label))?;
         let mut have = Vec::with_capacity(step.outputs.len());
         for operand in &step.outputs {
             have.push(self.operand_type(operand, &at)?);

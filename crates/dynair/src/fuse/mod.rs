@@ -18,18 +18,19 @@ mod tests;
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{FusedOp, Op};
-use crate::plan::Target;
+use crate::plan::{Target, compact};
 use crate::ty::ValueType;
 
-/// Applies every rule wherever it fits. The graph must be valid; the result is, once nodes that nothing reads any more
-/// are dropped.
-pub fn fuse(mut graph: Graph, target: &dyn Target) -> Graph {
+/// Applies every rule wherever it fits, and drops what nothing needs before and after, so that dead readers prevent no
+/// fusion. The graph must be valid; the result is.
+pub fn fuse(graph: Graph, target: &dyn Target) -> Graph {
+    let mut graph = compact(graph);
     sources_first(&mut graph);
     linear::glu(&mut graph, target);
     attention::rope_kv_write(&mut graph, target);
     norm::add_rms_norm(&mut graph, target);
     linear::group(&mut graph, target);
-    graph
+    compact(graph)
 }
 
 /// Sources depend on nothing, so they may stand first; a fused node can then take the place of its first member

@@ -62,7 +62,7 @@ fn a_fused_model_computes_what_the_plain_one_does() {
         let spread = truth[0].data.iter().fold(0.0f32, |m, x| m.max(x.abs()));
         assert!(spread > 0.1, "{model:?}: logits say nothing");
         let everything = Only(|_: &FusedOp, _: &[ValueType]| true);
-        let fused = crate::plan::compacted(fuse(plain.clone(), &everything));
+        let fused = fuse(plain.clone(), &everything);
         let names: Vec<&str> = fused.nodes.iter().map(|n| n.op.name()).collect();
         assert_eq!(
             names.iter().filter(|n| **n == "rope_kv_write").count(),

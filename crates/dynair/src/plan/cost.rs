@@ -114,14 +114,22 @@ impl Step {
             Op::Linear | Op::Fused(FusedOp::LinearGroup { .. }) => 2 * k * outputs,
             Op::Fused(FusedOp::LinearGlu(_)) => (4 * k + 4) * outputs,
             Op::Embed | Op::View(_) | Op::TakeOutputs | Op::KvWrite => 0,
-            Op::RmsNorm { .. } | Op::Rope(_) | Op::Fused(FusedOp::AddRmsNorm { .. }) => 4 * outputs,
+            Op::RmsNorm { .. } | Op::Rope(_) => 4 * outputs,
+            // Two outputs: one addition for the sum, four operations for the norm.
+            Op::Fused(FusedOp::AddRmsNorm { .. }) => 5 * (outputs / 2),
             Op::Attention(spec) => {
                 let seen = spec
                     .sliding_window
                     .map_or(size.context_len, |w| size.context_len.min(w as usize));
                 4 * seen as u64 * outputs
             }
-            Op::Fused(FusedOp::RopeKvWrite(_)) => 4 * k,
+            Op::Fused(FusedOp::RopeKvWrite(_)) => {
+                4 * self
+                    .inputs
+                    .get(1)
+                    .and_then(|o| self.tensor(plan, o))
+                    .map_or(0, |t| bind(&t))
+            }
             _ => outputs,
         };
         cost.cache_bytes = self.cache_bytes(plan, size);

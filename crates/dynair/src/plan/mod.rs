@@ -20,8 +20,7 @@ use crate::ty::{TensorType, ValueType};
 use crate::verify;
 
 pub use cost::{Cost, StepSize};
-#[cfg(test)]
-pub(crate) use order::compact as compacted;
+pub(crate) use order::compact;
 
 /// The largest step a plan must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -151,7 +150,7 @@ fn operand_type(operand: &Operand, weights: &[WeightDecl], caches: &[CacheDecl])
 /// graph is not valid or the limits are not positive.
 pub fn plan(graph: Graph, target: &dyn Target, limits: Limits) -> Result<Plan> {
     verify::graph(&graph)?;
-    let graph = order::compact(fuse::fuse(graph, target));
+    let graph = fuse::fuse(graph, target);
     for node in &graph.nodes {
         let types: Vec<ValueType> = node.inputs.iter().map(|v| graph.values[v.0 as usize]).collect();
         let free = node.op.is_source() || matches!(node.op, Op::View(_));

@@ -357,6 +357,24 @@ impl Parser {
     }
 }
 
+/// Ops that take parameters in parentheses.
+const PARAMETERISED: [&str; 14] = [
+    "weight",
+    "cache",
+    "scale",
+    "softcap",
+    "act",
+    "glu",
+    "linear_glu",
+    "rms_norm",
+    "add_rms_norm",
+    "rope",
+    "rope_kv_write",
+    "view",
+    "attention",
+    "linear_group",
+];
+
 fn op(scan: &mut Scan<'_>) -> Scanned<Op> {
     let before = Scan { rest: scan.rest };
     let name = scan.word()?;
@@ -374,6 +392,9 @@ fn op(scan: &mut Scan<'_>) -> Scanned<Op> {
     };
     if let Some(op) = plain {
         return Ok(op);
+    }
+    if !PARAMETERISED.contains(&name) {
+        return before.expected("the name of an op");
     }
     scan.want("(")?;
     let op = match name {
