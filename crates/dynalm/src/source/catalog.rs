@@ -263,10 +263,10 @@ pub fn catalog() -> &'static [Entry] {
 
 /// The entry called `name` or by one of its aliases, ignoring case.
 pub(super) fn find(name: &str) -> Option<&'static Entry> {
-    let is = |n: &&str| n.eq_ignore_ascii_case(name);
+    let is = |n: &str| n.eq_ignore_ascii_case(name);
     catalog()
         .iter()
-        .find(|e| is(&e.name) || e.aliases.iter().any(|a| is(&a)))
+        .find(|e| is(e.name) || e.aliases.iter().any(|a| is(a)))
 }
 
 /// The three names most like `name`, for a message.

@@ -160,16 +160,25 @@ pub fn pull(name: &str, config: &SourceConfig, progress: &mut dyn Progress) -> R
                 .expect("paths and catalogue names are handled above"),
         ],
     };
+    let (origin, files) = fetch_any(&source, &origins, &folder, config, progress)?;
+    folder.keep(&source, &origin, files)
+}
+
+/// Fetches from the first origin that delivers; gives its name and the files.
+fn fetch_any(
+    source: &ModelSource,
+    origins: &[Origin],
+    folder: &store::Folder,
+    config: &SourceConfig,
+    progress: &mut dyn Progress,
+) -> Result<(String, Vec<StoredFile>)> {
     let mut failures = Vec::new();
     for (i, origin) in origins.iter().enumerate() {
-        match fetch(origin, &folder, config, progress) {
-            Ok(files) => return folder.keep(&source, &origin.to_string(), files),
+        match fetch(origin, folder, config, progress) {
+            Ok(files) => return Ok((origin.to_string(), files)),
             Err(error) => {
-                if i + 1 < origins.len() {
-                    progress.event(Event::Note(format!(
-                        "{origin} failed ({error}); trying {}",
-                        origins[i + 1]
-                    )));
+                if let Some(next) = origins.get(i + 1) {
+                    progress.event(Event::Note(format!("{origin} failed ({error}); trying {next}")));
                 }
                 failures.push(format!("{origin}: {error}"));
             }

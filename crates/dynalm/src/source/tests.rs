@@ -319,7 +319,10 @@ fn paths_and_folders_lead_to_models() {
     assert_says(&local(dir.path()).unwrap_err().to_string(), &["no .gguf file"]);
     let one = dir.path().join("m.gguf");
     std::fs::write(&one, model_bytes(1)).unwrap();
-    assert_eq!(local(dir.path()).unwrap().unwrap().paths, [one.clone()]);
+    assert_eq!(
+        local(dir.path()).unwrap().unwrap().paths,
+        std::slice::from_ref(&one)
+    );
     assert_eq!(local(&one).unwrap().unwrap().path(), one);
     let parts = [
         dir.path().join("s-00001-of-00002.gguf"),

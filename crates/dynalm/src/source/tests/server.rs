@@ -15,6 +15,8 @@ pub(super) struct Resource {
     pub(super) etag: Option<String>,
     /// Close the connection after this many bytes of body.
     pub(super) cut_after: Option<usize>,
+    /// Keep the connection open, silent, after this many bytes of body.
+    pub(super) stall_after: Option<usize>,
     /// Answer 200 with everything to a range request.
     pub(super) ignores_range: bool,
     /// Flip a byte of the body in the first so many answers.
@@ -198,8 +200,16 @@ fn answer(mut stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
     if seen.method == "HEAD" {
         return Ok(());
     }
-    let sent = r.cut_after.map_or(body.len(), |n| n.min(body.len()));
-    stream.write_all(&body[..sent])
+    let sent = r
+        .cut_after
+        .or(r.stall_after)
+        .map_or(body.len(), |n| n.min(body.len()));
+    stream.write_all(&body[..sent])?;
+    if r.stall_after.is_some() {
+        // Until the client gives up.
+        let _ = std::io::Read::read(&mut stream, &mut [0]);
+    }
+    Ok(())
 }
 
 pub(super) fn sha256(bytes: &[u8]) -> String {

