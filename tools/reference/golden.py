@@ -70,7 +70,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for shape, kind in CASES:
             path = pathlib.Path(folder) / "model.gguf"
-            make = ["cargo", "run", "-q", "-p", "xtask", "--", "make-model", shape, path, "--type", kind, "--seed", SEED]
+            make = ["cargo", "xtask", "make-model", shape, path, "--type", kind, "--seed", SEED]
             subprocess.run([str(a) for a in make], check=True)
             made = golden(path, shape, kind)
             (out / f"{shape}-{kind}.json").write_text(json.dumps(made, separators=(",", ":")) + "\n")

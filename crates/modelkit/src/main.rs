@@ -1,16 +1,19 @@
 //! `cargo xtask make-model`: a GGUF of random weights in the shape of a real model.
 //!
-//! Owns the command's arguments; shapes, types and weights are `testkit`'s, the file is `modelkit`'s.
+//! Owns the command's arguments; shapes, types and weights are `testkit`'s, the file is this crate's library's. It is
+//! a program of its own, which `xtask` starts, so that the other commands of `xtask` build without the runtime.
 
 use std::path::PathBuf;
 
 use anyhow::{Context, anyhow, bail};
+use clap::Parser;
 use testkit::checkpoint::{Checkpoint, Meta, Mix, ModelShape, SHAPES, TensorSpec, make};
 use testkit::vocab::Vocab;
 
-/// Arguments of the command.
-#[derive(clap::Args)]
-pub(crate) struct Args {
+/// Make a GGUF of random weights in the shape of a real model, or a tiny one.
+#[derive(Parser)]
+#[command(name = "make-model")]
+struct Args {
     /// Shape, e.g. `qwen2.5-1.5b` or `tiny-llama`; a name that is none lists them.
     shape: String,
     /// File to write.
@@ -32,8 +35,8 @@ pub(crate) struct Args {
     set: Vec<String>,
 }
 
-/// Runs the command.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
     let names = |all: Vec<&str>| all.join(", ");
     let Some(mut shape) = ModelShape::named(&args.shape) else {
         let all = names(SHAPES.iter().map(|s| s.name).collect());
