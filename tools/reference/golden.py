@@ -3,8 +3,8 @@
 
 usage: golden.py [OUT_DIR]        from the root of the repository     (needs: pip install gguf numpy, and cargo)
 
-Makes each checkpoint with `cargo xtask make-model SHAPE FILE --type TYPE --seed SEED` in a temporary folder and writes one JSON
-per checkpoint to OUT_DIR (default crates/dynalm/tests/golden):
+Makes each checkpoint with `cargo xtask make-model SHAPE FILE --type TYPE --seed SEED` in a temporary folder and writes
+one JSON per checkpoint to OUT_DIR (default crates/dynalm/tests/golden):
   shape, type, seed   what makes the checkpoint
   sha256              of all tensors' decoded values (f32, in order): says whether a test has the same weights
   prompt              token ids, longer than the tiny shapes' sliding window
@@ -27,7 +27,8 @@ from gguf.quants import dequantize
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
 CASES = [(f"tiny-{family}", kind) for family in FAMILIES for kind in ("F32", "Q8_0", "Q4_K_M")]
-CASES += [("tiny-llama", kind) for kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M", "Q5_K_M", "Q6_K")]
+CASES += [("tiny-llama", kind) for kind in
+          ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M", "Q5_K_M", "Q6_K")]
 SEED = 1
 PROMPT_TOKENS = 40
 GREEDY_TOKENS = 32

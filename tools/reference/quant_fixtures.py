@@ -83,7 +83,8 @@ def main():
     for t in LEGACY:
         fixture += record(f"encode/{t.name}", quantize(values, t), values)
     rows = [rng.normal(size=256), rng.normal(size=256) * 0.02 + 0.01, 
-            rng.laplace(size=256) * np.repeat(2.0 ** np.arange(-4, 4), 32), np.concatenate([np.zeros(128), np.full(64, -1.5), np.linspace(0, 1, 64)])]
+            rng.laplace(size=256) * np.repeat(2.0 ** np.arange(-4, 4), 32),
+            np.concatenate([np.zeros(128), np.full(64, -1.5), np.linspace(0, 1, 64)])]
     fixture += record("input/K", np.zeros(0, np.uint8), np.stack(rows))
     (out / "quant.bin").write_bytes(fixture)
 

@@ -36,7 +36,15 @@ fn main() -> anyhow::Result<()> {
 fn make_model(args: &[std::ffi::OsString]) -> anyhow::Result<()> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = std::process::Command::new(cargo)
-        .args(["run", "--quiet", "--package", "modelkit", "--bin", "make-model", "--"])
+        .args([
+            "run",
+            "--quiet",
+            "--package",
+            "modelkit",
+            "--bin",
+            "make-model",
+            "--",
+        ])
         .args(args)
         .status()?;
     std::process::exit(status.code().unwrap_or(1));

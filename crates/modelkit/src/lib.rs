@@ -48,13 +48,22 @@ pub fn write_gguf(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
 /// # Errors
 /// If the file is no GGUF, has no vocabulary, or a `tokenizer.*` key of a type that vocabularies do not use.
 pub fn read_vocab(path: &Path) -> Result<Vocab> {
-    let format = |detail| Error::Format { path: path.to_owned(), detail };
+    let format = |detail| Error::Format {
+        path: path.to_owned(),
+        detail,
+    };
     let file = Gguf::open(path)?;
-    let keys = file.metadata().iter().filter(|(k, _)| k.starts_with("tokenizer."));
+    let keys = file
+        .metadata()
+        .iter()
+        .filter(|(k, _)| k.starts_with("tokenizer."));
     let metadata: Vec<(String, Meta)> = keys
         .map(|(key, value)| match to_meta(value) {
             Some(meta) => Ok((key.to_owned(), meta)),
-            None => Err(format(format!("key `{key}` is a {}, which no vocabulary has", value.type_name()))),
+            None => Err(format(format!(
+                "key `{key}` is a {}, which no vocabulary has",
+                value.type_name()
+            ))),
         })
         .collect::<Result<_>>()?;
     Vocab::from_metadata(metadata).map_err(format)

@@ -48,7 +48,10 @@ fn main() -> anyhow::Result<()> {
         bail!("there is no type `{}`; the types are {}", args.mix, names(all));
     };
     if let Some(layers) = args.layers {
-        anyhow::ensure!((1..=1000).contains(&layers), "--layers {layers}: expected 1 to 1000");
+        anyhow::ensure!(
+            (1..=1000).contains(&layers),
+            "--layers {layers}: expected 1 to 1000"
+        );
         shape.layers = layers;
     }
     let vocab = match &args.vocab {
@@ -75,7 +78,9 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn set(checkpoint: &mut Checkpoint, assignment: &str) -> anyhow::Result<()> {
-    let (key, text) = assignment.split_once('=').ok_or_else(|| anyhow!("expected KEY=VALUE"))?;
+    let (key, text) = assignment
+        .split_once('=')
+        .ok_or_else(|| anyhow!("expected KEY=VALUE"))?;
     anyhow::ensure!(!key.is_empty(), "the key is empty");
     match checkpoint.metadata.iter_mut().find(|(k, _)| k == key) {
         Some((_, value)) => {
@@ -85,7 +90,9 @@ fn set(checkpoint: &mut Checkpoint, assignment: &str) -> anyhow::Result<()> {
                 Meta::F32(_) => Meta::F32(text.parse().map_err(|_| wrong("number"))?),
                 Meta::Bool(_) => Meta::Bool(text.parse().map_err(|_| wrong("boolean, true or false"))?),
                 Meta::Str(_) => Meta::Str(text.to_owned()),
-                Meta::Strings(_) | Meta::I32s(_) | Meta::F32s(_) => bail!("`{key}` is a list and cannot be set"),
+                Meta::Strings(_) | Meta::I32s(_) | Meta::F32s(_) => {
+                    bail!("`{key}` is a list and cannot be set")
+                }
             };
         }
         None => checkpoint.metadata.push((key.to_owned(), guessed(text))),
@@ -120,7 +127,12 @@ mod tests {
         assert_eq!(c.get("llama.rope.freq_base"), Some(&Meta::F32(1.0)));
         assert_eq!(c.get("my.key"), Some(&Meta::F32(0.5)));
         assert_eq!(c.get("my.text"), Some(&Meta::Str("a=b".into())));
-        for bad in ["llama.context_length=many", "tokenizer.ggml.tokens=a", "novalue", "=1"] {
+        for bad in [
+            "llama.context_length=many",
+            "tokenizer.ggml.tokens=a",
+            "novalue",
+            "=1",
+        ] {
             assert!(set(&mut c, bad).is_err(), "{bad}");
         }
     }

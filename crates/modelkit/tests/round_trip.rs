@@ -42,7 +42,10 @@ fn a_vocabulary_is_taken_from_another_file() {
     let vocab = read_vocab(&first).unwrap();
     assert_eq!(vocab, Vocab::small("gpt-2", Vocab::SMALL));
     let path = folder.path().join("second.gguf");
-    let shape = ModelShape { layers: 1, ..ModelShape::named("tiny-gemma2").unwrap() };
+    let shape = ModelShape {
+        layers: 1,
+        ..ModelShape::named("tiny-gemma2").unwrap()
+    };
     write_gguf(&make(&shape, Mix::named("F16").unwrap(), 0, &vocab), &path).unwrap();
     assert_eq!(read_vocab(&path).unwrap(), vocab);
     assert!(!folder.path().join("second.gguf.part").exists());
@@ -52,6 +55,8 @@ fn a_vocabulary_is_taken_from_another_file() {
 fn a_file_that_cannot_be_written_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("missing/model.gguf");
-    let error = write_gguf(&tiny("llama", Mix::named("Q8_0").unwrap(), 0), &path).unwrap_err().to_string();
+    let error = write_gguf(&tiny("llama", Mix::named("Q8_0").unwrap(), 0), &path)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("missing"), "{error}");
 }
