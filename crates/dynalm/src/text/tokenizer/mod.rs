@@ -338,7 +338,11 @@ impl Tokenizer {
 
     /// Encodes the run of text gathered so far.
     fn flush(&self, encoding: &mut Encoding) -> Result<()> {
-        let run = std::mem::take(&mut encoding.run);
+        let mut run = std::mem::take(&mut encoding.run);
+        if matches!(self.model, Model::Spm { .. }) && run.contains('▁') {
+            // To SentencePiece this character is a space, also where a token of several spaces is looked for.
+            run = run.replace('▁', " ");
+        }
         self.user_defined.partition(
             &run,
             encoding,
