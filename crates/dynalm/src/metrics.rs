@@ -159,103 +159,102 @@ impl Default for Metrics {
 
 impl Metrics {
     fn register(&mut self) {
-        let r = &mut self.registry;
         // The outcomes exist from the start, so that a rate over them is never missing.
         for reason in [Outcome::stop, Outcome::length, Outcome::cancelled, Outcome::error] {
             drop(self.finished.get_or_create(&OutcomeLabels { reason }));
         }
+        self.register_counters();
+        self.register_histograms();
+        self.register_gauges();
+    }
+
+    fn register_counters(&mut self) {
+        let r = &mut self.registry;
         r.register(
             "dynalm_requests_finished",
             "Requests that ended, by reason",
             self.finished.clone(),
         );
         r.register(
-            "dynalm_requests_rejected",
-            "Requests refused, queue full",
-            self.rejected.clone(),
-        );
-        r.register(
-            "dynalm_prompt_tokens",
-            "Prompt tokens of admitted requests",
-            self.prompt_tokens.clone(),
-        );
-        r.register(
-            "dynalm_generation_tokens",
-            "Tokens drawn",
-            self.generation_tokens.clone(),
-        );
-        r.register(
-            "dynalm_prefix_cache_queries",
-            "Prompt tokens looked up",
-            self.prefix_queries.clone(),
-        );
-        r.register(
-            "dynalm_prefix_cache_hits",
-            "Prompt tokens reused",
-            self.prefix_hits.clone(),
-        );
-        r.register(
-            "dynalm_preemptions",
-            "Sequences preempted",
-            self.preemptions.clone(),
-        );
-        r.register(
             "dynalm_http_requests",
             "HTTP requests, by route and status",
             self.http.clone(),
         );
-        let mut histogram = |name: &str, help: &str, histogram: Histogram| {
-            r.register_with_unit(name, help, Unit::Seconds, histogram);
-        };
-        histogram(
-            "dynalm_time_to_first_token",
-            "Arrival to first token",
-            self.time_to_first_token.clone(),
-        );
-        histogram(
-            "dynalm_inter_token_latency",
-            "Gap between two tokens",
-            self.inter_token.clone(),
-        );
-        histogram(
-            "dynalm_request_duration",
-            "Arrival to end",
-            self.end_to_end.clone(),
-        );
-        histogram(
-            "dynalm_queue_time",
-            "Arrival to admission",
-            self.queue_time.clone(),
-        );
-        r.register_with_unit(
-            "dynalm_step_duration",
-            "Time of one engine step, by its work",
-            Unit::Seconds,
-            self.steps.clone(),
-        );
-        r.register(
-            "dynalm_requests_running",
-            "Requests in the batch",
-            self.running.clone(),
-        );
-        r.register(
-            "dynalm_requests_waiting",
-            "Requests in the queue",
-            self.waiting.clone(),
-        );
-        r.register("dynalm_kv_pages_used", "Cache pages in use", self.kv_used.clone());
-        r.register("dynalm_kv_pages_total", "Cache pages", self.kv_total.clone());
+        for (name, help, counter) in [
+            (
+                "dynalm_requests_rejected",
+                "Requests refused, queue full",
+                &self.rejected,
+            ),
+            (
+                "dynalm_prompt_tokens",
+                "Prompt tokens of admitted requests",
+                &self.prompt_tokens,
+            ),
+            (
+                "dynalm_generation_tokens",
+                "Tokens drawn",
+                &self.generation_tokens,
+            ),
+            (
+                "dynalm_prefix_cache_queries",
+                "Prompt tokens looked up",
+                &self.prefix_queries,
+            ),
+            (
+                "dynalm_prefix_cache_hits",
+                "Prompt tokens reused",
+                &self.prefix_hits,
+            ),
+            ("dynalm_preemptions", "Sequences preempted", &self.preemptions),
+        ] {
+            r.register(name, help, counter.clone());
+        }
+    }
+
+    fn register_histograms(&mut self) {
+        let r = &mut self.registry;
+        for (name, help, histogram) in [
+            (
+                "dynalm_time_to_first_token",
+                "Arrival to first token",
+                &self.time_to_first_token,
+            ),
+            (
+                "dynalm_inter_token_latency",
+                "Gap between two tokens",
+                &self.inter_token,
+            ),
+            ("dynalm_request_duration", "Arrival to end", &self.end_to_end),
+            ("dynalm_queue_time", "Arrival to admission", &self.queue_time),
+        ] {
+            r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+        }
+        let help = "Time of one engine step, by its work";
+        r.register_with_unit("dynalm_step_duration", help, Unit::Seconds, self.steps.clone());
+    }
+
+    fn register_gauges(&mut self) {
+        let r = &mut self.registry;
+        for (name, help, gauge) in [
+            ("dynalm_requests_running", "Requests in the batch", &self.running),
+            ("dynalm_requests_waiting", "Requests in the queue", &self.waiting),
+            ("dynalm_kv_pages_used", "Cache pages in use", &self.kv_used),
+            ("dynalm_kv_pages_total", "Cache pages", &self.kv_total),
+            (
+                "vllm:num_requests_running",
+                "Requests in the batch",
+                &self.running,
+            ),
+            (
+                "vllm:num_requests_waiting",
+                "Requests in the queue",
+                &self.waiting,
+            ),
+        ] {
+            r.register(name, help, gauge.clone());
+        }
         r.register("dynalm_model_info", "The served model", self.model_info.clone());
-        r.register(
-            "vllm:num_requests_running",
-            "Requests in the batch",
-            self.running.clone(),
-        );
-        r.register(
-            "vllm:num_requests_waiting",
-            "Requests in the queue",
-            self.waiting.clone(),
-        );
         r.register(
             "vllm:kv_cache_usage_perc",
             "Cache pages in use, 1 is all",

@@ -130,6 +130,29 @@ pub enum Stopped {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PeerAddress(pub(crate) SocketAddr);
 
+/// A route that takes prompts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    Completions,
+}
+
+/// Reads a body as `route` would for a model whose vocabulary has `vocab_size` tokens, up to the prompt's text.
+///
+/// # Errors
+/// What the client would be told.
+pub fn check_body(route: Route, body: &[u8], vocab_size: usize) -> Result<(), ApiError> {
+    let mut fields = fields::parse_object(body)?;
+    fields.string("model")?;
+    let defaults = SamplingParams::default();
+    match route {
+        Route::Chat => chat::ChatRequest::take(fields, &defaults, vocab_size).map(drop),
+        Route::Completions => completions::CompletionRequest::take(fields, &defaults, vocab_size).map(drop),
+    }
+}
+
 /// Binds, loads the model on a thread of its own, serves until a signal, drains.
 ///
 /// # Errors

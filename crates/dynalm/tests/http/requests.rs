@@ -88,66 +88,68 @@ fn bodies_that_are_no_chat() {
     still_alive(&server);
 }
 
+/// A field with its value, and the name that the refusal gives.
+const OUT_OF_RANGE: &[(&str, &str)] = &[
+    ("\"temperature\": 5e8", "temperature"),
+    ("\"temperature\": -1", "temperature"),
+    ("\"temperature\": \"hot\"", "temperature"),
+    ("\"top_p\": -0.3", "top_p"),
+    ("\"top_p\": 1.5", "top_p"),
+    ("\"min_p\": -0.1", "min_p"),
+    ("\"typical_p\": 2", "typical_p"),
+    ("\"top_k\": -2", "top_k"),
+    ("\"top_k\": 1.5", "top_k"),
+    ("\"top_k\": 1e300", "top_k"),
+    ("\"repeat_penalty\": -2", "repeat_penalty"),
+    ("\"repetition_penalty\": 0", "repetition_penalty"),
+    (
+        "\"repetition_penalty\": 1.5, \"repeat_penalty\": 1.4",
+        "repeat_penalty",
+    ),
+    ("\"presence_penalty\": 1e30", "presence_penalty"),
+    ("\"frequency_penalty\": -2.1", "frequency_penalty"),
+    ("\"max_tokens\": 0", "max_tokens"),
+    ("\"max_tokens\": -5", "max_tokens"),
+    ("\"max_completion_tokens\": 1.5", "max_completion_tokens"),
+    ("\"n\": 0", "n"),
+    ("\"n\": 17", "n"),
+    ("\"seed\": -1", "seed"),
+    ("\"seed\": \"x\"", "seed"),
+    ("\"seed\": 1.5", "seed"),
+    ("\"stop\": 7", "stop"),
+    ("\"stop\": \"\"", "stop[0]"),
+    ("\"stop\": [\"a\", 7]", "stop[1]"),
+    (
+        "\"stop\": [\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\",\"a\",\"b\",\"c\",\"d\",\"e\",\"f\",\"g\",\"h\"]",
+        "stop",
+    ),
+    ("\"logprobs\": 1", "logprobs"),
+    ("\"top_logprobs\": 3", "top_logprobs"),
+    ("\"logprobs\": false, \"top_logprobs\": 3", "top_logprobs"),
+    ("\"logprobs\": true, \"top_logprobs\": 21", "top_logprobs"),
+    ("\"logit_bias\": []", "logit_bias"),
+    ("\"logit_bias\": {\"abc\": 1}", "logit_bias.abc"),
+    ("\"logit_bias\": {\"-1\": 1}", "logit_bias.-1"),
+    ("\"logit_bias\": {\"999999\": 1}", "logit_bias.999999"),
+    ("\"logit_bias\": {\"1\": 101}", "logit_bias.1"),
+    ("\"logit_bias\": {\"1\": null}", "logit_bias.1"),
+    (
+        "\"stream_options\": {\"include_usage\": 1}, \"stream\": true",
+        "stream_options.include_usage",
+    ),
+    (
+        "\"stream_options\": {\"other\": 1}, \"stream\": true",
+        "stream_options.other",
+    ),
+    ("\"timeout\": 0", "timeout"),
+    ("\"priority\": 1e12", "priority"),
+    ("\"chat_template_kwargs\": 7", "chat_template_kwargs"),
+];
+
 #[test]
 fn parameters_out_of_range() {
     let server = TestServer::ready();
-    let cases: &[(&str, &str)] = &[
-        ("\"temperature\": 5e8", "temperature"),
-        ("\"temperature\": -1", "temperature"),
-        ("\"temperature\": \"hot\"", "temperature"),
-        ("\"top_p\": -0.3", "top_p"),
-        ("\"top_p\": 1.5", "top_p"),
-        ("\"min_p\": -0.1", "min_p"),
-        ("\"typical_p\": 2", "typical_p"),
-        ("\"top_k\": -2", "top_k"),
-        ("\"top_k\": 1.5", "top_k"),
-        ("\"top_k\": 1e300", "top_k"),
-        ("\"repeat_penalty\": -2", "repeat_penalty"),
-        ("\"repetition_penalty\": 0", "repetition_penalty"),
-        (
-            "\"repetition_penalty\": 1.5, \"repeat_penalty\": 1.4",
-            "repeat_penalty",
-        ),
-        ("\"presence_penalty\": 1e30", "presence_penalty"),
-        ("\"frequency_penalty\": -2.1", "frequency_penalty"),
-        ("\"max_tokens\": 0", "max_tokens"),
-        ("\"max_tokens\": -5", "max_tokens"),
-        ("\"max_completion_tokens\": 1.5", "max_completion_tokens"),
-        ("\"n\": 0", "n"),
-        ("\"n\": 17", "n"),
-        ("\"seed\": -1", "seed"),
-        ("\"seed\": \"x\"", "seed"),
-        ("\"seed\": 1.5", "seed"),
-        ("\"stop\": 7", "stop"),
-        ("\"stop\": \"\"", "stop[0]"),
-        ("\"stop\": [\"a\", 7]", "stop[1]"),
-        (
-            "\"stop\": [\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\",\"a\",\"b\",\"c\",\"d\",\"e\",\"f\",\"g\",\"h\"]",
-            "stop",
-        ),
-        ("\"logprobs\": 1", "logprobs"),
-        ("\"top_logprobs\": 3", "top_logprobs"),
-        ("\"logprobs\": false, \"top_logprobs\": 3", "top_logprobs"),
-        ("\"logprobs\": true, \"top_logprobs\": 21", "top_logprobs"),
-        ("\"logit_bias\": []", "logit_bias"),
-        ("\"logit_bias\": {\"abc\": 1}", "logit_bias.abc"),
-        ("\"logit_bias\": {\"-1\": 1}", "logit_bias.-1"),
-        ("\"logit_bias\": {\"999999\": 1}", "logit_bias.999999"),
-        ("\"logit_bias\": {\"1\": 101}", "logit_bias.1"),
-        ("\"logit_bias\": {\"1\": null}", "logit_bias.1"),
-        (
-            "\"stream_options\": {\"include_usage\": 1}, \"stream\": true",
-            "stream_options.include_usage",
-        ),
-        (
-            "\"stream_options\": {\"other\": 1}, \"stream\": true",
-            "stream_options.other",
-        ),
-        ("\"timeout\": 0", "timeout"),
-        ("\"priority\": 1e12", "priority"),
-        ("\"chat_template_kwargs\": 7", "chat_template_kwargs"),
-    ];
-    for (field, param) in cases {
+    for (field, param) in OUT_OF_RANGE {
         let body = format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"hi\"}}], {field}}}");
         let message = refused(&server, CHAT, &body, Some(param));
         assert!(
