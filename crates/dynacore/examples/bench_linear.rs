@@ -21,7 +21,7 @@ use dynair::{DType, WeightDecl};
 /// Output rows of a matrix.
 const ROWS: usize = 4096;
 /// Bytes of weights that one sample reads.
-const SAMPLE_BYTES: usize = 16 << 20;
+const SAMPLE_BYTES: usize = 4 << 20;
 /// Bytes of weights that the samples go round.
 const PASS_BYTES: usize = 192 << 20;
 
@@ -92,17 +92,17 @@ fn matrices(table: &KernelTable, dtype: DType, cols: usize) -> Vec<PackedLinear>
         rows: ROWS,
         cols,
     };
-    let start = Instant::now();
+    let mut seconds = f64::INFINITY;
     let weights: Vec<_> = (0..PASS_BYTES.div_ceil(bytes))
         .map(|_| {
-            pack(table, &decl, &WeightBytes::Owned(data.clone())).expect("the bytes fit the declaration")
+            let start = Instant::now();
+            let w =
+                pack(table, &decl, &WeightBytes::Owned(data.clone())).expect("the bytes fit the declaration");
+            seconds = seconds.min(start.elapsed().as_secs_f64());
+            w
         })
         .collect();
-    let packed = weights.len() * bytes;
-    println!(
-        "{dtype:>5} packed at {:.2} GB/s",
-        packed as f64 / start.elapsed().as_secs_f64() / 1e9
-    );
+    println!("{dtype:>5} packed at {:.2} GB/s", bytes as f64 / seconds / 1e9);
     weights
 }
 
@@ -160,32 +160,33 @@ fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize)
         .collect();
     let mut scratch = vec![0; n * scratch_bytes(table, cols)];
     prepare(table, &x, cols, &mut scratch);
-    // A sample takes some milliseconds: few rows read several matrices, many rows a part of one.
-    let count = SAMPLE_BYTES
-        .div_ceil(row_bytes * ROWS)
-        .min(if n >= 16 { 1 } else { usize::MAX });
-    let each = if n >= 64 { 256 } else { ROWS / threads / 16 * 16 };
-    let seconds = best(if n >= 64 { 12 } else { 3 * weights.len() / count }, |i| {
+    // A sample takes about a millisecond, so that some of them are not interrupted.
+    let each = if n >= 64 {
+        64
+    } else {
+        (SAMPLE_BYTES / row_bytes).min(ROWS) / threads / n.div_ceil(8) / 16 * 16
+    };
+    let seconds = best(200, |i| {
         together(threads, |worker| {
             let mut out = vec![0.0f32; n * each];
-            for w in weights.iter().cycle().skip(i * count % weights.len()).take(count) {
-                let first = worker * each;
-                run(
-                    table,
-                    w,
-                    None,
-                    &x,
-                    &scratch,
-                    first..first + each,
-                    |row, column, values| {
-                        out[row * each + column - first..][..values.len()].copy_from_slice(values);
-                    },
-                );
-            }
+            // Every sample reads other weights; neighbours in memory follow later.
+            let share = (i * 7 + worker) % (ROWS / each);
+            let first = share * each;
+            run(
+                table,
+                &weights[i % weights.len()],
+                None,
+                &x,
+                &scratch,
+                first..first + each,
+                |row, column, values| {
+                    out[row * each + column - first..][..values.len()].copy_from_slice(values);
+                },
+            );
             std::hint::black_box(out);
         })
     });
-    let outputs = (count * threads * each) as f64;
+    let outputs = (threads * each) as f64;
     (
         outputs * row_bytes as f64 / seconds / 1e9,
         outputs * (n * cols) as f64 / seconds / 1e9,

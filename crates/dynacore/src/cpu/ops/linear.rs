@@ -19,8 +19,11 @@ use crate::cpu::table::{KernelTable, slot};
 /// Splits of output columns start at multiples of this.
 pub const COLUMN_ALIGN: usize = ROWS;
 
-/// Rows of x that pass one row group before the next: their prepared form is then re-read from the nearer caches.
-const ROW_BLOCK: usize = 192;
+/// Bytes of prepared rows that pass one row group before the next does: they stay in the second-level cache.
+const BLOCK_BYTES: usize = 320 << 10;
+
+/// Least number of rows that pass one row group before the next: the cost of expanding the weights is spread over them.
+const LEAST_BLOCK: usize = 48;
 
 /// Bytes of scratch that prepared activations take per row of x; 0 under tables that read x itself.
 ///
@@ -149,10 +152,12 @@ impl<const W: usize> Product<'_, W> {
         );
         let n = self.x.len().checked_div(cols).unwrap_or(0);
         assert_eq!(n * cols, self.x.len(), "activations are whole rows of {cols}");
-        let mut acc: [Vec<[f32; ROWS]>; W] = std::array::from_fn(|_| vec![[0.0; ROWS]; n.min(ROW_BLOCK)]);
+        // Whole tiles of every table: 24 is a multiple of 6 and 8.
+        let block = (BLOCK_BYTES / scratch_bytes(self.table, cols).max(1) / 24 * 24).max(LEAST_BLOCK);
+        let mut acc: [Vec<[f32; ROWS]>; W] = std::array::from_fn(|_| vec![[0.0; ROWS]; n.min(block)]);
         let mut decoded = Vec::new();
-        for first in (0..n).step_by(ROW_BLOCK) {
-            let m = ROW_BLOCK.min(n - first);
+        for first in (0..n).step_by(block) {
+            let m = block.min(n - first);
             for column in columns.clone().step_by(ROWS) {
                 for (weight, acc) in self.weights.iter().zip(&mut acc) {
                     acc.truncate(m);

@@ -1,7 +1,7 @@
 //! AVX-512 F, BW, VL and VNNI: sixteen rows to a vector, one vector to a row group.
 //!
 //! Products of 16-bit pairs are `vpdpwssd`, which adds modulo 2^32 as AVX2's two instructions do. A tile of the
-//! many-row kernels is 16 rows of the weight by 12 of x: enough independent sums to hide the latency of 5 cycles.
+//! many-row kernels is 16 rows of the weight by 8 of x, each with two sums, which hides the latency of 5 cycles.
 
 use std::arch::x86_64::*;
 
@@ -31,7 +31,7 @@ impl Lanes for Avx512 {
     type I = __m512i;
     type F = __m512;
     const WIDTH: usize = 16;
-    const TILE: usize = 12;
+    const TILE: usize = 8;
 
     #[inline(always)]
     unsafe fn new() -> Avx512 {

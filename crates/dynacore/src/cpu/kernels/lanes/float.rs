@@ -126,7 +126,7 @@ unsafe fn tiles<L: Lanes, T: FloatType>(
                 x: x.add(first * stride),
                 stride,
             };
-            with_rows!(rows, N => l.float_tile::<T, N>(&a, out));
+            with_rows!(rows, L::TILE, N => l.float_tile::<T, N>(&a, out));
         }
     }
 }

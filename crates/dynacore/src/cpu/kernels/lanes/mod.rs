@@ -234,59 +234,43 @@ macro_rules! lane_table {
 }
 pub(crate) use lane_table;
 
-/// Calls `$call` with the constant `$n` equal to `$value`, 1 to 12 (the largest [`Lanes::TILE`]).
+/// Calls `$call` with the constant `$n` equal to `$value`, 1 to `$most` (at most 8).
 macro_rules! with_rows {
-    ($value:expr, $n:ident => $call:expr) => {
+    ($value:expr, $most:expr, $n:ident => $call:expr) => {
         match $value {
-            1 => {
+            1 if const { $most >= 1 } => {
                 const $n: usize = 1;
                 $call
             }
-            2 => {
+            2 if const { $most >= 2 } => {
                 const $n: usize = 2;
                 $call
             }
-            3 => {
+            3 if const { $most >= 3 } => {
                 const $n: usize = 3;
                 $call
             }
-            4 => {
+            4 if const { $most >= 4 } => {
                 const $n: usize = 4;
                 $call
             }
-            5 => {
+            5 if const { $most >= 5 } => {
                 const $n: usize = 5;
                 $call
             }
-            6 => {
+            6 if const { $most >= 6 } => {
                 const $n: usize = 6;
                 $call
             }
-            7 => {
+            7 if const { $most >= 7 } => {
                 const $n: usize = 7;
                 $call
             }
-            8 => {
+            8 if const { $most >= 8 } => {
                 const $n: usize = 8;
                 $call
             }
-            9 => {
-                const $n: usize = 9;
-                $call
-            }
-            10 => {
-                const $n: usize = 10;
-                $call
-            }
-            11 => {
-                const $n: usize = 11;
-                $call
-            }
-            12 => {
-                const $n: usize = 12;
-                $call
-            }
-            n => unreachable!("a tile has 1 to 12 rows, not {n}"),
+            n => unreachable!("a tile has 1 to {} rows, not {n}", $most),
         }
     };
 }
@@ -308,7 +292,7 @@ mod tests {
     #[test]
     fn splits_cover_all_rows_evenly() {
         for n in 0..40 {
-            for most in [4, 6, 12] {
+            for most in [4, 6, 8] {
                 let tiles: Vec<_> = split(n, most).collect();
                 assert_eq!(tiles.len(), n.div_ceil(most));
                 let mut next = 0;

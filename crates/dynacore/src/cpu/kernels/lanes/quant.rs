@@ -23,8 +23,8 @@ const FEW: usize = 4;
 /// From this many rows on, a panel is made. Measured: see `bench_linear`.
 const MANY: usize = 5;
 
-/// Groups of 32 that a panel holds.
-const PANEL: usize = 16;
+/// Groups of 32 that a panel holds: with the records of a tile it must leave room in 32 KiB of first-level cache.
+const PANEL: usize = 8;
 
 /// Lines of codes of a group in a panel.
 const CODE_LINES: usize = GROUP / 2;
@@ -119,9 +119,9 @@ pub(crate) unsafe fn group<L: Lanes, T: QuantFormat>(args: &GroupArgs<'_>, acc: 
                     stride,
                 };
                 match T::MINS {
-                    0 => with_rows!(rows, N => l.tile::<0, N>(&a, out)),
-                    1 => with_rows!(rows, N => l.tile::<1, N>(&a, out)),
-                    _ => with_rows!(rows, N => l.tile::<2, N>(&a, out)),
+                    0 => with_rows!(rows, L::TILE, N => l.tile::<0, N>(&a, out)),
+                    1 => with_rows!(rows, L::TILE, N => l.tile::<1, N>(&a, out)),
+                    _ => with_rows!(rows, L::TILE, N => l.tile::<2, N>(&a, out)),
                 }
             }
         }
@@ -137,6 +137,26 @@ fn prefetch<L: Lanes, T: QuantFormat>(l: L, body: *const u8, j: usize) {
     }
 }
 
+/// The body with `$k` equal to 0 to 7: written out, because whether the compiler unrolls a loop decides whether its
+/// arrays live in registers.
+macro_rules! eight_times {
+    ($k:ident => $body:block) => {
+        eight_times!($k => $body; 0 1 2 3 4 5 6 7)
+    };
+    ($k:ident => $body:block; $($n:literal)*) => {
+        $({
+            let $k: usize = $n;
+            $body
+        })*
+    };
+}
+
+/// The order in which the quads of a group are expanded: those that share words in the legacy types follow each
+/// other, or the words would be kept for long; the halves of a group, where there are any, follow each other.
+const fn quad_at<T: QuantFormat>(k: usize) -> usize {
+    if T::HALVES { k } else { k / 2 + k % 2 * 4 }
+}
+
 /// `acc[n][16] = x * weight` for N rows, all of K.
 ///
 /// # Safety
@@ -144,76 +164,129 @@ fn prefetch<L: Lanes, T: QuantFormat>(l: L, body: *const u8, j: usize) {
 /// rows of 16.
 #[inline(always)]
 pub(crate) unsafe fn gemv<L: Lanes, T: QuantFormat, const N: usize>(l: L, a: &Gemv, acc: *mut f32) {
-    let acc = acc.cast::<u8>();
-    let vectors = ROWS / L::WIDTH;
     let mut sums = [[l.zero_f(); N]; 2];
-    let mut x = a.records;
     for b in 0..a.blocks {
-        // SAFETY: block b is one of `blocks`; group j of it has a record in each of the N rows, and `x` has passed one
-        // record for each group before.
+        // SAFETY: block b is one of `blocks`, and each of its groups has a record in each of the N rows.
         unsafe {
-            let head = a.weight.add(T::GEOMETRY.head(b));
-            let body = a.weight.add(T::GEOMETRY.body(b));
-            for j in 0..T::GROUPS {
-                prefetch::<L, T>(l, body, j);
-                for (v, sums) in sums.iter_mut().enumerate().take(vectors) {
-                    let head = head.add(v * 2 * L::WIDTH);
-                    let body = body.add(v * 4 * L::WIDTH);
-                    *sums = gemv_group::<L, T, N>(l, (head, body, j), (x, a.stride), *sums);
-                }
-                x = x.add(RECORD);
+            let block = (
+                a.weight.add(T::GEOMETRY.head(b)),
+                a.weight.add(T::GEOMETRY.body(b)),
+            );
+            let x = (a.records.add(b * T::GROUPS * RECORD), a.stride);
+            gemv_half::<L, T, N, 0>(l, block, x, &mut sums);
+            if const { T::GROUPS > 4 } {
+                gemv_half::<L, T, N, 1>(l, block, x, &mut sums);
             }
         }
     }
-    for (v, sums) in sums.iter().enumerate().take(vectors) {
-        for (n, sum) in sums.iter().enumerate() {
-            // SAFETY: row n < N, vector v of a line.
-            unsafe { l.store_f(acc.add(n * LINE + v * 4 * L::WIDTH), *sum) };
+    let acc = acc.cast::<u8>();
+    for n in 0..N {
+        // SAFETY: row n < N, vectors 0 and 1 of a line.
+        unsafe {
+            l.store_f(acc.add(n * LINE), sums[0][n]);
+            if const { L::WIDTH < ROWS } {
+                l.store_f(acc.add(n * LINE + 4 * L::WIDTH), sums[1][n]);
+            }
         }
     }
 }
 
-/// One group of 32 and one vector of rows.
+/// Up to four groups of a block. One more would be another four, not a longer loop: see [`QuantFormat`] on `HALF`.
 ///
 /// # Safety
-/// As [`QuantFormat::quad`] and [`QuantFormat::factors`]; `x` points to a record, with another each `stride` bytes.
+/// As [`gemv_group`] for both vectors of a row group.
 #[inline(always)]
-unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize>(
+unsafe fn gemv_half<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>(
+    l: L,
+    (head, body): (*const u8, *const u8),
+    (x, stride): (*const u8, usize),
+    sums: &mut [[L::F; N]; 2],
+) {
+    for j in 4 * HALF..4 * HALF + T::GROUPS.min(4) {
+        prefetch::<L, T>(l, body, j);
+        // SAFETY: the caller's promise; group j has its record.
+        unsafe { gemv_group::<L, T, N, HALF>(l, (head, body, j), (x.add(j * RECORD), stride), sums) };
+    }
+}
+
+/// One group of 32, both vectors of a row group: each broadcast of x serves both at once, which keeps few values alive.
+///
+/// # Safety
+/// As [`QuantFormat::quad`] and [`QuantFormat::factors`] for both vectors; `x` points to a record, with another each
+/// `stride` bytes.
+#[inline(always)]
+unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>(
     l: L,
     (head, body, j): (*const u8, *const u8, usize),
     (x, stride): (*const u8, usize),
-    mut sums: [L::F; N],
-) -> [L::F; N] {
+    sums: &mut [[L::F; N]; 2],
+) {
     // SAFETY: all reads are of the group's block and records, as the caller promises.
     unsafe {
+        let x: [*const u8; N] = std::array::from_fn(|n| x.add(n * stride));
         let mut acc = [[l.zero(); N]; 2];
-        for i in 0..8 {
-            let half = if T::HALVES { i / 4 } else { 0 };
-            let [even, odd] = T::quad(l, body, j, i);
-            for (n, acc) in acc[half].iter_mut().enumerate() {
-                let codes = x.add(n * stride + 8 * i);
-                *acc = l.dot(*acc, even, l.each(codes));
-                *acc = l.dot(*acc, odd, l.each(codes.add(4)));
+        let mut first = [[l.zero(); N]; 2];
+        eight_times!(k => {
+            let i = quad_at::<T>(k);
+            let codes = T::quad::<L, HALF>(l, body, j, i);
+            let second = if const { L::WIDTH < ROWS } {
+                T::quad::<L, HALF>(l, body.add(4 * L::WIDTH), j, i)
+            } else {
+                codes
+            };
+            for p in 0..2 {
+                for n in 0..N {
+                    let x = l.each(x[n].add(8 * i + 4 * p));
+                    acc[0][n] = l.dot(acc[0][n], codes[p], x);
+                    if const { L::WIDTH < ROWS } {
+                        acc[1][n] = l.dot(acc[1][n], second[p], x);
+                    }
+                }
             }
+            if T::HALVES && k == 3 {
+                first = acc;
+                acc = [[l.zero(); N]; 2];
+            }
+        });
+        finish_group::<L, T, N, HALF>(l, (head, body, j), x, (&first[0], &acc[0]), &mut sums[0]);
+        if const { L::WIDTH < ROWS } {
+            let block = (head.add(2 * L::WIDTH), body.add(4 * L::WIDTH), j);
+            finish_group::<L, T, N, HALF>(l, block, x, (&first[1], &acc[1]), &mut sums[1]);
         }
-        let f = T::factors(l, head, body, j);
-        for (n, sum) in sums.iter_mut().enumerate() {
-            let x = x.add(n * stride);
+    }
+}
+
+/// Adds a group's integer sums, of its first 16 (where the type has halves) and of the rest, to the f32 sums of one
+/// vector of rows.
+///
+/// # Safety
+/// As [`QuantFormat::factors`]; `x` are records.
+#[inline(always)]
+unsafe fn finish_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>(
+    l: L,
+    (head, body, j): (*const u8, *const u8, usize),
+    x: [*const u8; N],
+    (first, acc): (&[L::I; N], &[L::I; N]),
+    sums: &mut [L::F; N],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let f = T::factors::<L, HALF>(l, head, body, j);
+        for n in 0..N {
             let offset = |acc: L::I, at: usize| match T::OFFSET_BITS {
                 0 => acc,
-                bits => l.sub(acc, l.shl(l.each(x.add(at)), bits)),
+                bits => l.sub(acc, l.shl(l.each(x[n].add(at)), bits)),
             };
             let i = if T::HALVES {
                 l.add(
-                    l.mul(offset(acc[0][n], AT_HALF_CODE_SUMS), f.subscales[0]),
-                    l.mul(offset(acc[1][n], AT_HALF_CODE_SUMS + 4), f.subscales[1]),
+                    l.mul(offset(first[n], AT_HALF_CODE_SUMS), f.subscales[0]),
+                    l.mul(offset(acc[n], AT_HALF_CODE_SUMS + 4), f.subscales[1]),
                 )
             } else {
-                offset(acc[0][n], AT_CODE_SUM)
+                offset(acc[n], AT_CODE_SUM)
             };
-            *sum = combine(l, T::MINS, i, (f.d, f.mins), x, *sum);
+            sums[n] = combine(l, T::MINS, i, (f.d, f.mins), x[n], sums[n]);
         }
-        sums
     }
 }
 
@@ -251,18 +324,39 @@ unsafe fn combine<L: Lanes>(
 /// groups.
 #[inline(always)]
 pub(crate) unsafe fn expand<L: Lanes, T: QuantFormat>(l: L, a: &Expand, panel: *mut u8) {
-    let mut out = panel;
     for b in a.first / T::GROUPS..(a.first + a.count) / T::GROUPS {
         // SAFETY: block b and its groups lie in the row group, and each group has its place in the panel.
         unsafe {
-            let head = a.weight.add(T::GEOMETRY.head(b));
-            let body = a.weight.add(T::GEOMETRY.body(b));
-            for j in 0..T::GROUPS {
-                prefetch::<L, T>(l, body, j);
-                for r in (0..ROWS).step_by(L::WIDTH) {
-                    expand_group::<L, T>(l, (head.add(2 * r), body.add(4 * r), j), out.add(4 * r));
-                }
-                out = out.add(PANEL_GROUP);
+            let block = (
+                a.weight.add(T::GEOMETRY.head(b)),
+                a.weight.add(T::GEOMETRY.body(b)),
+            );
+            let out = panel.add((b * T::GROUPS - a.first) * PANEL_GROUP);
+            expand_half::<L, T, 0>(l, block, out);
+            if const { T::GROUPS > 4 } {
+                expand_half::<L, T, 1>(l, block, out);
+            }
+        }
+    }
+}
+
+/// Up to four groups of a block, as [`gemv_half`].
+///
+/// # Safety
+/// As [`expand_group`] for all vectors of a row group; `out` is the place of the block's first group.
+#[inline(always)]
+unsafe fn expand_half<L: Lanes, T: QuantFormat, const HALF: usize>(
+    l: L,
+    (head, body): (*const u8, *const u8),
+    out: *mut u8,
+) {
+    for j in 4 * HALF..4 * HALF + T::GROUPS.min(4) {
+        prefetch::<L, T>(l, body, j);
+        for r in (0..ROWS).step_by(L::WIDTH) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let out = out.add(j * PANEL_GROUP + 4 * r);
+                expand_group::<L, T, HALF>(l, (head.add(2 * r), body.add(4 * r), j), out);
             }
         }
     }
@@ -273,18 +367,19 @@ pub(crate) unsafe fn expand<L: Lanes, T: QuantFormat>(l: L, a: &Expand, panel: *
 /// # Safety
 /// As [`QuantFormat::quad`] and [`QuantFormat::factors`]; `out` can be written for a vector of each line of a group.
 #[inline(always)]
-unsafe fn expand_group<L: Lanes, T: QuantFormat>(
+unsafe fn expand_group<L: Lanes, T: QuantFormat, const HALF: usize>(
     l: L,
     (head, body, j): (*const u8, *const u8, usize),
     out: *mut u8,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let Factors { d, subscales, mins } = T::factors(l, head, body, j);
+        let Factors { d, subscales, mins } = T::factors::<L, HALF>(l, head, body, j);
         let scales = subscales.map(|s| l.or(l.and(s, l.splat(0xffff)), l.shl(s, 16)));
         let offset = l.splat(((1 << T::OFFSET_BITS) & !1) * 0x0001_0001);
-        for i in 0..8 {
-            let pairs = T::quad(l, body, j, i);
+        eight_times!(k => {
+            let i = quad_at::<T>(k);
+            let pairs = T::quad::<L, HALF>(l, body, j, i);
             for (p, mut codes) in pairs.into_iter().enumerate() {
                 if T::OFFSET_BITS > 0 {
                     codes = l.sub16(codes, offset);
@@ -294,7 +389,7 @@ unsafe fn expand_group<L: Lanes, T: QuantFormat>(
                 }
                 l.store(out.add((2 * i + p) * LINE), codes);
             }
-        }
+        });
         l.store_f(out.add(CODE_LINES * LINE), d);
         for (m, min) in mins.into_iter().enumerate().take(T::MINS) {
             l.store_f(out.add((CODE_LINES + 1 + m) * LINE), min);
@@ -304,44 +399,72 @@ unsafe fn expand_group<L: Lanes, T: QuantFormat>(
 
 /// `acc[n][16] += x * panel` for N rows.
 ///
+/// Where one vector holds the row group, even and odd pairs have their own sums, to hide the latency of the product.
+///
 /// # Safety
 /// `panel` holds `count` groups with `MINS` minima, `records` N rows of as many records; `acc` can be read and
 /// written for N rows of 16.
 #[inline(always)]
 pub(crate) unsafe fn tile<L: Lanes, const MINS: usize, const N: usize>(l: L, a: &Tile, acc: *mut f32) {
+    /// Pairs of codes in the body of the inner loop.
+    const UNROLL: usize = 2;
     let acc = acc.cast::<u8>();
     let vectors = ROWS / L::WIDTH;
     // SAFETY: group g < count of the panel, and its record in row n < N; row n and vector v of `acc`.
     unsafe {
+        let mut totals = [[l.zero_f(); 2]; N];
+        for (n, totals) in totals.iter_mut().enumerate() {
+            for (v, total) in totals.iter_mut().enumerate().take(vectors) {
+                *total = l.load_f(acc.add(n * LINE + v * 4 * L::WIDTH));
+            }
+        }
         for g in 0..a.count {
             let w = a.panel.add(g * PANEL_GROUP);
-            let x = a.records.add(g * RECORD);
+            let x: [*const u8; N] = std::array::from_fn(|n| a.records.add(g * RECORD + n * a.stride));
             let mut sums = [[l.zero(); 2]; N];
-            for p in 0..CODE_LINES {
-                let mut codes = [l.zero(); 2];
-                for (v, codes) in codes.iter_mut().enumerate().take(vectors) {
-                    *codes = l.load(w.add(p * LINE + v * 4 * L::WIDTH));
-                }
-                for (n, sums) in sums.iter_mut().enumerate() {
-                    let x = l.each(x.add(n * a.stride + 4 * p));
-                    for (sum, codes) in sums.iter_mut().zip(codes).take(vectors) {
-                        *sum = l.dot(*sum, codes, x);
+            for outer in 0..CODE_LINES / UNROLL {
+                for inner in 0..UNROLL {
+                    let p = outer * UNROLL + inner;
+                    let first = l.load(w.add(p * LINE));
+                    let second = if vectors == 1 {
+                        first
+                    } else {
+                        l.load(w.add(p * LINE + 4 * L::WIDTH))
+                    };
+                    for (sums, x) in sums.iter_mut().zip(x) {
+                        let x = l.each(x.add(4 * p));
+                        if vectors == 1 {
+                            sums[inner] = l.dot(sums[inner], first, x);
+                        } else {
+                            sums[0] = l.dot(sums[0], first, x);
+                            sums[1] = l.dot(sums[1], second, x);
+                        }
                     }
                 }
             }
             for v in 0..vectors {
                 let w = w.add(v * 4 * L::WIDTH);
                 let line = |i: usize| l.load_f(w.add((CODE_LINES + i) * LINE));
-                let mins = [
-                    if MINS > 0 { line(1) } else { l.zero_f() },
-                    if MINS > 1 { line(2) } else { l.zero_f() },
-                ];
-                let d = line(0);
-                for (n, sums) in sums.iter().enumerate() {
-                    let out = acc.add(n * LINE + v * 4 * L::WIDTH);
-                    let sum = combine(l, MINS, sums[v], (d, mins), x.add(n * a.stride), l.load_f(out));
-                    l.store_f(out, sum);
+                let factors = (
+                    line(0),
+                    [
+                        if MINS > 0 { line(1) } else { l.zero_f() },
+                        if MINS > 1 { line(2) } else { l.zero_f() },
+                    ],
+                );
+                for n in 0..N {
+                    let sum = if vectors == 1 {
+                        l.add(sums[n][0], sums[n][1])
+                    } else {
+                        sums[n][v]
+                    };
+                    totals[n][v] = combine(l, MINS, sum, factors, x[n], totals[n][v]);
                 }
+            }
+        }
+        for (n, totals) in totals.iter().enumerate() {
+            for (v, total) in totals.iter().enumerate().take(vectors) {
+                l.store_f(acc.add(n * LINE + v * 4 * L::WIDTH), *total);
             }
         }
     }

@@ -21,7 +21,8 @@ pub(crate) struct Factors<L: Lanes> {
 /// A quantised type.
 ///
 /// `head` and `body` point to the first lane of interest of a block's head and body, `j` counts groups of 32 inside
-/// the block, and with `i` in 0..8 `4 * i` counts elements inside the group.
+/// the block (`HALF` is `j / 4`), and with `i` in 0..8 `4 * i` counts elements inside the group. `HALF` and `i` are
+/// constants where these functions are inlined; `j` may be the counter of a loop.
 pub(crate) trait QuantFormat {
     /// Its geometry.
     const GEOMETRY: Geometry;
@@ -38,13 +39,18 @@ pub(crate) trait QuantFormat {
     ///
     /// # Safety
     /// [`Lanes::WIDTH`] lanes of the block's body can be read.
-    unsafe fn quad<L: Lanes>(l: L, body: *const u8, j: usize, i: usize) -> [L::I; 2];
+    unsafe fn quad<L: Lanes, const HALF: usize>(l: L, body: *const u8, j: usize, i: usize) -> [L::I; 2];
 
     /// Factors of a group.
     ///
     /// # Safety
     /// [`Lanes::WIDTH`] lanes of the block's head and body can be read.
-    unsafe fn factors<L: Lanes>(l: L, head: *const u8, body: *const u8, j: usize) -> Factors<L>;
+    unsafe fn factors<L: Lanes, const HALF: usize>(
+        l: L,
+        head: *const u8,
+        body: *const u8,
+        j: usize,
+    ) -> Factors<L>;
 }
 
 /// Word `i` of the body.
@@ -57,9 +63,9 @@ unsafe fn word<L: Lanes>(l: L, body: *const u8, i: usize) -> L::I {
     unsafe { l.load(body.add(i * LINE)) }
 }
 
-/// The bits of `w` moved from position `from` to position `to` and masked.
+/// The bits of `w` moved from position `from` to position `to` and masked there. For constant positions.
 #[inline(always)]
-fn bits<L: Lanes>(l: L, w: L::I, from: u32, to: u32, mask: i32) -> L::I {
+fn moved<L: Lanes>(l: L, w: L::I, from: u32, to: u32, mask: i32) -> L::I {
     let moved = if from > to {
         l.shr(w, from - to)
     } else if from < to {
@@ -70,11 +76,18 @@ fn bits<L: Lanes>(l: L, w: L::I, from: u32, to: u32, mask: i32) -> L::I {
     l.and(moved, l.splat(mask))
 }
 
+/// The bits of `w` at `from`, masked, then moved to `to`. For a `from` that a loop changes: without a branch.
+#[inline(always)]
+fn field<L: Lanes>(l: L, w: L::I, from: u32, to: u32, mask: i32) -> L::I {
+    let bits = l.and(l.shr(w, from), l.splat(mask));
+    if to == 0 { bits } else { l.shl(bits, to) }
+}
+
 /// `BITS` bits at `from` of each byte, as the two pairs, moved to `to`.
 #[inline(always)]
 fn planes<L: Lanes, const BITS: u32>(l: L, w: L::I, from: u32, to: u32) -> [L::I; 2] {
-    let mask = (((1 << BITS) - 1) << to) * 0x0001_0001;
-    [bits(l, w, from, to, mask), bits(l, w, from + 8, to, mask)]
+    let mask = ((1 << BITS) - 1) * 0x0001_0001;
+    [field(l, w, from, to, mask), field(l, w, from + 8, to, mask)]
 }
 
 #[inline(always)]
@@ -117,13 +130,13 @@ macro_rules! format_of {
             $($consts)*
 
             #[inline(always)]
-            unsafe fn quad<L: Lanes>($l: L, $body: *const u8, $j: usize, $i: usize) -> [L::I; 2] {
+            unsafe fn quad<L: Lanes, const HALF: usize>($l: L, $body: *const u8, $j: usize, $i: usize) -> [L::I; 2] {
                 // SAFETY: the words named are words of the type's body; the caller promises that they can be read.
                 unsafe { $quad }
             }
 
             #[inline(always)]
-            unsafe fn factors<L: Lanes>($l2: L, $head: *const u8, $body2: *const u8, $j2: usize) -> Factors<L> {
+            unsafe fn factors<L: Lanes, const HALF: usize>($l2: L, $head: *const u8, $body2: *const u8, $j2: usize) -> Factors<L> {
                 // SAFETY: as above, and for the head.
                 unsafe { $factors }
             }
@@ -139,7 +152,11 @@ macro_rules! format_of {
 unsafe fn legacy_nibbles<L: Lanes>(l: L, body: *const u8, first: usize, i: usize) -> [L::I; 2] {
     // SAFETY: the caller's promise.
     let w = unsafe { word(l, body, first + i % 4) };
-    planes::<L, 4>(l, w, if i < 4 { 0 } else { 4 }, 0)
+    let from = if i < 4 { 0 } else { 4 };
+    [
+        moved(l, w, from, 0, 0x000f_000f),
+        moved(l, w, from + 8, 0, 0x000f_000f),
+    ]
 }
 
 /// The fifth bits of a block of 32, at position 4: word 0, permuted by [`crate::cpu::kernels::spread_bits`].
@@ -152,8 +169,8 @@ unsafe fn legacy_fifth<L: Lanes>(l: L, body: *const u8, i: usize) -> [L::I; 2] {
     let w = unsafe { word(l, body, 0) };
     let pair = 2 * i as u32;
     [
-        bits(l, w, pair, 4, 0x0010_0010),
-        bits(l, w, pair + 1, 4, 0x0010_0010),
+        moved(l, w, pair, 4, 0x0010_0010),
+        moved(l, w, pair + 1, 4, 0x0010_0010),
     ]
 }
 
@@ -191,7 +208,7 @@ format_of!(
     |l, head, _body, _j| plain(l, head, false)
 );
 
-/// Byte `i` of the packed scales that start at word `first`: `bits` bits at `from` of it.
+/// Byte `i` of the packed scales that start at word `first`: the bits `mask` at `from` of it, moved to `to`.
 ///
 /// # Safety
 /// The body has the word.
@@ -206,36 +223,44 @@ unsafe fn scale_bits<L: Lanes>(
 ) -> L::I {
     // SAFETY: the caller's promise.
     let w = unsafe { word(l, body, first + i / 4) };
-    bits(l, w, 8 * (i as u32 % 4) + from, to, mask << to)
+    field(l, w, 8 * (i as u32 % 4) + from, to, mask)
 }
 
 /// Factors of Q4_K and Q5_K: eight scales and minima of 6 bits in words 0 to 2 (see `scales_mins_q4_k` of
-/// [`dynair::quant::k`]), under d and dmin.
+/// [`dynair::quant::k`]), under d and dmin. Four of each are unpacked into bytes at once; the loop over a half block
+/// hoists that.
 ///
 /// # Safety
 /// The head's two f16 vectors and the body's first three words can be read.
 #[inline(always)]
-unsafe fn k_factors<L: Lanes>(l: L, head: *const u8, body: *const u8, j: usize) -> Factors<L> {
+unsafe fn k_factors<L: Lanes, const HALF: usize>(
+    l: L,
+    head: *const u8,
+    body: *const u8,
+    j: usize,
+) -> Factors<L> {
     // SAFETY: the caller's promise.
-    let (scale, min, d, dmin) = unsafe {
-        let (scale, min) = if j < 4 {
-            (
-                scale_bits(l, body, (0, j), 0, 63, 0),
-                scale_bits(l, body, (0, 4 + j), 0, 63, 0),
-            )
-        } else {
-            let upper = |i| scale_bits(l, body, (0, i), 6, 3, 4);
-            (
-                l.or(scale_bits(l, body, (0, 4 + j), 0, 15, 0), upper(j - 4)),
-                l.or(scale_bits(l, body, (0, 4 + j), 4, 15, 0), upper(j)),
-            )
-        };
-        (scale, min, l.load_f16(head), l.load_f16(head.add(LINE / 2)))
+    let (words, d, dmin) = unsafe {
+        (
+            [word(l, body, 0), word(l, body, 1), word(l, body, 2)],
+            l.load_f16(head),
+            l.load_f16(head.add(LINE / 2)),
+        )
     };
+    let bytes = |w, from, mask| moved(l, w, from, 0, mask);
+    let (scales, mins) = if HALF == 0 {
+        (bytes(words[0], 0, 0x3f3f_3f3f), bytes(words[1], 0, 0x3f3f_3f3f))
+    } else {
+        (
+            l.or(bytes(words[2], 0, 0x0f0f_0f0f), bytes(words[0], 2, 0x3030_3030)),
+            l.or(bytes(words[2], 4, 0x0f0f_0f0f), bytes(words[1], 2, 0x3030_3030)),
+        )
+    };
+    let byte = |w| field(l, w, 8 * (j as u32 % 4), 0, 0xff);
     Factors {
-        d: l.mul_f(d, l.to_f(scale)),
+        d: l.mul_f(d, l.to_f(byte(scales))),
         subscales: [l.zero(); 2],
-        mins: [l.mul_f(l.neg_f(dmin), l.to_f(min)), l.zero_f()],
+        mins: [l.mul_f(l.neg_f(dmin), l.to_f(byte(mins))), l.zero_f()],
     }
 }
 
@@ -243,7 +268,7 @@ format_of!(
     /// 256 nibbles, 8 scales and minima. Words: 3 of scales, 32 of nibbles.
     Q4K, QuantType::Q4K, { const MINS: usize = 1; },
     |l, body, j, i| planes::<L, 4>(l, word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
-    |l, head, body, j| k_factors(l, head, body, j)
+    |l, head, body, j| k_factors::<L, HALF>(l, head, body, j)
 );
 format_of!(
     /// 256 times 5 bits, 8 scales and minima. Words: 3 of scales, 8 of fifth bits, 32 of nibbles.
@@ -253,15 +278,15 @@ format_of!(
         planes::<L, 4>(l, word(l, body, 11 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
         planes::<L, 1>(l, word(l, body, 3 + i), j as u32, 4)
     ),
-    |l, head, body, j| k_factors(l, head, body, j)
+    |l, head, body, j| k_factors::<L, HALF>(l, head, body, j)
 );
 format_of!(
     /// 256 times 6 bits, 16 signed scales. Words: 32 of low nibbles, 16 of upper pairs of bits, 4 of scales.
     Q6K, QuantType::Q6K, { const OFFSET_BITS: u32 = 5; const HALVES: bool = true; },
     |l, body, j, i| or(
         l,
-        planes::<L, 4>(l, word(l, body, j / 4 * 16 + j % 2 * 8 + i), 4 * (j as u32 / 2 % 2), 0),
-        planes::<L, 2>(l, word(l, body, 32 + j / 4 * 8 + i), 2 * (j as u32 % 4), 4)
+        planes::<L, 4>(l, word(l, body, HALF * 16 + j % 2 * 8 + i), 4 * (j as u32 / 2 % 2), 0),
+        planes::<L, 2>(l, word(l, body, 32 + HALF * 8 + i), 2 * (j as u32 % 4), 4)
     ),
     |l, head, body, j| {
         let scales = word(l, body, 48 + j / 2);
@@ -275,7 +300,7 @@ format_of!(
     Q3K, QuantType::Q3K, { const OFFSET_BITS: u32 = 2; const HALVES: bool = true; },
     |l, body, j, i| or(
         l,
-        planes::<L, 2>(l, word(l, body, 8 + j / 4 * 8 + i), 2 * (j as u32 % 4), 0),
+        planes::<L, 2>(l, word(l, body, 8 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
         planes::<L, 1>(l, word(l, body, i), j as u32, 2)
     ),
     |l, head, body, j| {
@@ -290,7 +315,7 @@ format_of!(
 format_of!(
     /// 256 times 2 bits, 16 scales and minima of 4 bits. Words: 4 of scales, 16 of pairs of bits.
     Q2K, QuantType::Q2K, { const HALVES: bool = true; const MINS: usize = 2; },
-    |l, body, j, i| planes::<L, 2>(l, word(l, body, 4 + j / 4 * 8 + i), 2 * (j as u32 % 4), 0),
+    |l, body, j, i| planes::<L, 2>(l, word(l, body, 4 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
     |l, head, body, j| {
         let dmin = l.neg_f(l.load_f16(head.add(LINE / 2)));
         let scale = |s| scale_bits(l, body, (0, s), 0, 15, 0);
