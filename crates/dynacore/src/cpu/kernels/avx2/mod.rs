@@ -74,6 +74,7 @@ impl Lanes for Avx2 {
         sub16(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi16(a, b) }
         mul16(a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi16(a, b) }
         shl16(a: __m256i, n: u32) -> __m256i { _mm256_sll_epi16(a, count(n)) }
+        shr16(a: __m256i, n: u32) -> __m256i { _mm256_srl_epi16(a, count(n)) }
         sar16(a: __m256i, n: u32) -> __m256i { _mm256_sra_epi16(a, count(n)) }
         dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i { dot(acc, a, b) }
         to_f(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }

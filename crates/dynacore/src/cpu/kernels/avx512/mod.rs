@@ -52,6 +52,7 @@ impl Lanes for Avx512 {
         sub16(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi16(a, b) }
         mul16(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi16(a, b) }
         shl16(a: __m512i, n: u32) -> __m512i { _mm512_sll_epi16(a, count(n)) }
+        shr16(a: __m512i, n: u32) -> __m512i { _mm512_srl_epi16(a, count(n)) }
         sar16(a: __m512i, n: u32) -> __m512i { _mm512_sra_epi16(a, count(n)) }
         dot(acc: __m512i, a: __m512i, b: __m512i) -> __m512i { _mm512_dpwssd_epi32(acc, a, b) }
         to_f(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }

@@ -46,6 +46,7 @@ pub(crate) trait Lanes: Copy {
     fn sub16(self, a: Self::I, b: Self::I) -> Self::I;
     fn mul16(self, a: Self::I, b: Self::I) -> Self::I;
     fn shl16(self, a: Self::I, n: u32) -> Self::I;
+    fn shr16(self, a: Self::I, n: u32) -> Self::I;
     fn sar16(self, a: Self::I, n: u32) -> Self::I;
     /// `acc + a.0 * b.0 + a.1 * b.1` over the 16-bit pairs of each lane, exact modulo 2^32.
     fn dot(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;

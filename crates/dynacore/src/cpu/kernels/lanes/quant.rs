@@ -20,8 +20,11 @@ const AHEAD: usize = 4096;
 /// Rows that [`gemv`] takes at once.
 const FEW: usize = 4;
 
-/// From this many rows on, a panel is made. Measured: see `bench_linear`.
-const MANY: usize = 5;
+/// From this many rows on, a panel is made. Measured with `bench_linear`: passes of up to [`FEW`] rows win up to 8 rows,
+/// except for types with halves, whose integer scales cost a multiplication for every row.
+const fn many<T: QuantFormat>() -> usize {
+    if T::HALVES { 4 } else { 9 }
+}
 
 /// Groups of 32 that a panel holds: with the records of a tile it must leave room in 32 KiB of first-level cache.
 const PANEL: usize = 8;
@@ -76,7 +79,7 @@ pub(crate) unsafe fn group<L: Lanes, T: QuantFormat>(args: &GroupArgs<'_>, acc: 
         "whole rows of whole blocks"
     );
     let (weight, records) = (args.weight.as_ptr(), args.records.as_ptr());
-    if acc.len() < MANY {
+    if acc.len() < many::<T>() {
         for (first, rows) in split(acc.len(), FEW) {
             let out = acc[first..first + rows].as_mut_ptr().cast::<f32>();
             // SAFETY: the lengths were checked above; row `first` is one of the records' rows.

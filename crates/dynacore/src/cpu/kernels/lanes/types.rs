@@ -83,11 +83,16 @@ fn field<L: Lanes>(l: L, w: L::I, from: u32, to: u32, mask: i32) -> L::I {
     if to == 0 { bits } else { l.shl(bits, to) }
 }
 
-/// `BITS` bits at `from` of each byte, as the two pairs, moved to `to`.
+/// `BITS` bits at `from` of each byte, moved to `to`.
 #[inline(always)]
-fn planes<L: Lanes, const BITS: u32>(l: L, w: L::I, from: u32, to: u32) -> [L::I; 2] {
-    let mask = ((1 << BITS) - 1) * 0x0001_0001;
-    [field(l, w, from, to, mask), field(l, w, from + 8, to, mask)]
+fn plane<L: Lanes, const BITS: u32>(l: L, w: L::I, from: u32, to: u32) -> L::I {
+    field(l, w, from, to, ((1 << BITS) - 1) * 0x0101_0101)
+}
+
+/// Four codes in bytes as the two pairs.
+#[inline(always)]
+fn pairs<L: Lanes>(l: L, codes: L::I) -> [L::I; 2] {
+    [l.and(codes, l.splat(0x00ff_00ff)), l.shr16(codes, 8)]
 }
 
 #[inline(always)]
@@ -267,27 +272,23 @@ unsafe fn k_factors<L: Lanes, const HALF: usize>(
 format_of!(
     /// 256 nibbles, 8 scales and minima. Words: 3 of scales, 32 of nibbles.
     Q4K, QuantType::Q4K, { const MINS: usize = 1; },
-    |l, body, j, i| planes::<L, 4>(l, word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
+    |l, body, j, i| pairs(l, plane::<L, 4>(l, word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0)),
     |l, head, body, j| k_factors::<L, HALF>(l, head, body, j)
 );
 format_of!(
     /// 256 times 5 bits, 8 scales and minima. Words: 3 of scales, 8 of fifth bits, 32 of nibbles.
     Q5K, QuantType::Q5K, { const MINS: usize = 1; },
-    |l, body, j, i| or(
-        l,
-        planes::<L, 4>(l, word(l, body, 11 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
-        planes::<L, 1>(l, word(l, body, 3 + i), j as u32, 4)
-    ),
+    |l, body, j, i| pairs(l, l.or(
+        plane::<L, 4>(l, word(l, body, 11 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
+        plane::<L, 1>(l, word(l, body, 3 + i), j as u32, 4))),
     |l, head, body, j| k_factors::<L, HALF>(l, head, body, j)
 );
 format_of!(
     /// 256 times 6 bits, 16 signed scales. Words: 32 of low nibbles, 16 of upper pairs of bits, 4 of scales.
     Q6K, QuantType::Q6K, { const OFFSET_BITS: u32 = 5; const HALVES: bool = true; },
-    |l, body, j, i| or(
-        l,
-        planes::<L, 4>(l, word(l, body, HALF * 16 + j % 2 * 8 + i), 4 * (j as u32 / 2 % 2), 0),
-        planes::<L, 2>(l, word(l, body, 32 + HALF * 8 + i), 2 * (j as u32 % 4), 4)
-    ),
+    |l, body, j, i| pairs(l, l.or(
+        plane::<L, 4>(l, word(l, body, HALF * 16 + j % 2 * 8 + i), 4 * (j as u32 / 2 % 2), 0),
+        plane::<L, 2>(l, word(l, body, 32 + HALF * 8 + i), 2 * (j as u32 % 4), 4))),
     |l, head, body, j| {
         let scales = word(l, body, 48 + j / 2);
         let at = 16 * (j as u32 % 2);
@@ -298,11 +299,9 @@ format_of!(
 format_of!(
     /// 256 times 3 bits, 16 scales of 6 bits. Words: 8 of third bits, 16 of low pairs of bits, 3 of scales.
     Q3K, QuantType::Q3K, { const OFFSET_BITS: u32 = 2; const HALVES: bool = true; },
-    |l, body, j, i| or(
-        l,
-        planes::<L, 2>(l, word(l, body, 8 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
-        planes::<L, 1>(l, word(l, body, i), j as u32, 2)
-    ),
+    |l, body, j, i| pairs(l, l.or(
+        plane::<L, 2>(l, word(l, body, 8 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
+        plane::<L, 1>(l, word(l, body, i), j as u32, 2))),
     |l, head, body, j| {
         let scale = |s: usize| {
             let low = scale_bits(l, body, (24, s % 8), 4 * (s as u32 / 8), 15, 0);
@@ -315,7 +314,7 @@ format_of!(
 format_of!(
     /// 256 times 2 bits, 16 scales and minima of 4 bits. Words: 4 of scales, 16 of pairs of bits.
     Q2K, QuantType::Q2K, { const HALVES: bool = true; const MINS: usize = 2; },
-    |l, body, j, i| planes::<L, 2>(l, word(l, body, 4 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
+    |l, body, j, i| pairs(l, plane::<L, 2>(l, word(l, body, 4 + HALF * 8 + i), 2 * (j as u32 % 4), 0)),
     |l, head, body, j| {
         let dmin = l.neg_f(l.load_f16(head.add(LINE / 2)));
         let scale = |s| scale_bits(l, body, (0, s), 0, 15, 0);
