@@ -205,21 +205,23 @@ fn dots<S: Simd, const R: usize, const T: usize>(
     for part in (0..TOKEN_STEP).step_by(T) {
         let mut acc = [[s.splat(0.0); T]; R];
         for at in (0..width).step_by(S::LANES) {
-            // SAFETY: `at + LANES <= width`, and `q` holds R lines of that width (asserted above).
-            let q: [S::V; R] =
-                std::array::from_fn(|r| unsafe { s.load_ptr(q.as_ptr().add(r * stride + at)) });
+            let mut lines = [s.splat(0.0); R];
+            for (r, line) in lines.iter_mut().enumerate() {
+                // SAFETY: `at + LANES <= width`, and `q` holds R lines of that width (asserted above).
+                *line = unsafe { s.load_ptr(q.as_ptr().add(r * stride + at)) };
+            }
             #[expect(clippy::needless_range_loop, reason = "t also names the token")]
             for t in 0..T {
                 // SAFETY: `attend` has checked that the segment's rows have `width` elements, and a segment holds a
                 // multiple of TOKEN_STEP tokens.
                 let k = unsafe { rows.load(s, token + part + t, at) };
                 for r in 0..R {
-                    acc[r][t] = s.fma(q[r], k, acc[r][t]);
+                    acc[r][t] = s.fma(lines[r], k, acc[r][t]);
                 }
             }
         }
-        for r in 0..R {
-            all[r][part..part + T].copy_from_slice(&acc[r]);
+        for (all, acc) in all.iter_mut().zip(&acc) {
+            all[part..part + T].copy_from_slice(acc);
         }
     }
     for (r, acc) in all.into_iter().enumerate() {
@@ -278,48 +280,75 @@ fn weighted<S: Simd>(
     acc: &mut [f32],
 ) {
     let lines = c.seen.len();
-    // Tokens of the segment a line sees, counted from the segment's first.
-    let of = |line: usize| {
-        let (start, end) = c.seen[line];
-        let start = start.max(seg.first) - seg.first;
-        (
-            start,
-            end.min(seg.first + seg.tokens)
-                .saturating_sub(seg.first)
-                .max(start),
-        )
-    };
     let mut line = 0;
     while line < lines {
         let n = group(lines, line);
-        let (mut from, mut to) = of(line);
+        let (mut from, mut to) = seen_of(c, seg, line);
         for l in line + 1..line + n {
-            let (start, end) = of(l);
+            let (start, end) = seen_of(c, seg, l);
             from = from.max(start);
             to = to.min(end);
         }
         let to = to.max(from);
-        let mut run = |line: usize, n: usize, tokens: std::ops::Range<usize>| {
-            let p = &weights[line * CHUNK + seg.first..];
-            let a = &mut acc[line * c.stride..];
-            match n {
-                1 => weighted_lines::<S, 1, 8>(s, p, rows, tokens, width, c.stride, a),
-                2 => weighted_lines::<S, 2, 4>(s, p, rows, tokens, width, c.stride, a),
-                3 => weighted_lines::<S, 3, 4>(s, p, rows, tokens, width, c.stride, a),
-                _ => weighted_lines::<S, 4, 2>(s, p, rows, tokens, width, c.stride, a),
-            }
-        };
         // What only some lines of the group see goes line by line, before and after, so that each adds in order.
         for l in line..line + n {
-            let (start, end) = of(l);
-            run(l, 1, start..end.min(from));
+            let (start, end) = seen_of(c, seg, l);
+            weighted_group(
+                s,
+                c,
+                seg,
+                rows,
+                width,
+                weights,
+                acc,
+                (l, 1),
+                (start, end.min(from)),
+            );
         }
-        run(line, n, from..to);
+        weighted_group(s, c, seg, rows, width, weights, acc, (line, n), (from, to));
         for l in line..line + n {
-            let (start, end) = of(l);
-            run(l, 1, to.max(start)..end);
+            let (start, end) = seen_of(c, seg, l);
+            weighted_group(s, c, seg, rows, width, weights, acc, (l, 1), (to.max(start), end));
         }
         line += n;
+    }
+}
+
+/// Tokens of the segment a line sees, counted from the segment's first.
+#[inline(always)]
+fn seen_of(c: &Chunk<'_>, seg: &Segment<'_>, line: usize) -> (usize, usize) {
+    let (start, end) = c.seen[line];
+    let start = start.max(seg.first) - seg.first;
+    (
+        start,
+        end.min(seg.first + seg.tokens)
+            .saturating_sub(seg.first)
+            .max(start),
+    )
+}
+
+/// Lines `(first, count)` over tokens `(from, to)` of a segment. A function, not a closure: a closure could not be
+/// made to be compiled for the caller's instruction set.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the innermost split of a kernel")]
+fn weighted_group<S: Simd>(
+    s: S,
+    c: &Chunk<'_>,
+    seg: &Segment<'_>,
+    rows: Rows<'_>,
+    width: usize,
+    weights: &[f32],
+    acc: &mut [f32],
+    (line, count): (usize, usize),
+    (from, to): (usize, usize),
+) {
+    let p = &weights[line * CHUNK + seg.first..];
+    let a = &mut acc[line * c.stride..];
+    match count {
+        1 => weighted_lines::<S, 1, 8>(s, p, rows, from..to, width, c.stride, a),
+        2 => weighted_lines::<S, 2, 4>(s, p, rows, from..to, width, c.stride, a),
+        3 => weighted_lines::<S, 3, 4>(s, p, rows, from..to, width, c.stride, a),
+        _ => weighted_lines::<S, 4, 2>(s, p, rows, from..to, width, c.stride, a),
     }
 }
 
@@ -359,10 +388,17 @@ fn weighted_part<S: Simd, const R: usize, const D: usize>(
     acc: &mut [f32],
 ) {
     let weights: [&[f32]; R] = std::array::from_fn(|r| &weights[r * CHUNK..][..tokens.end]);
-    let mut sums: [[S::V; D]; R] =
-        std::array::from_fn(|r| std::array::from_fn(|d| s.load(&acc[r * stride + at + d * S::LANES..])));
+    let mut sums = [[s.splat(0.0); D]; R];
+    for (r, sums) in sums.iter_mut().enumerate() {
+        for (d, v) in sums.iter_mut().enumerate() {
+            *v = s.load(&acc[r * stride + at + d * S::LANES..]);
+        }
+    }
     for token in tokens {
-        let p: [S::V; R] = std::array::from_fn(|r| s.splat(weights[r][token]));
+        let mut p = [s.splat(0.0); R];
+        for (p, weights) in p.iter_mut().zip(&weights) {
+            *p = s.splat(weights[token]);
+        }
         #[expect(clippy::needless_range_loop, reason = "d also names the vector of the head")]
         for d in 0..D {
             // SAFETY: `attend` has checked that the segment's rows have `width` elements; `token` lies in the segment

@@ -11,9 +11,17 @@ const N: usize = 8;
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
-#[inline(always)]
-fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
-    std::array::from_fn(|i| f(a[i], b[i]))
+/// An array by lanes, as a loop: closures of iterators and `from_fn` are not always inlined.
+macro_rules! lanes {
+    ($i:ident => $e:expr) => {{
+        let mut out = [0.0f32; N];
+        let mut $i = 0;
+        while $i < N {
+            out[$i] = $e;
+            $i += 1;
+        }
+        out
+    }};
 }
 
 impl Simd for Portable {
@@ -26,7 +34,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn load(self, x: &[f32]) -> [f32; N] {
-        std::array::from_fn(|i| x[i])
+        lanes!(i => x[i])
     }
     #[inline(always)]
     unsafe fn load_ptr(self, x: *const f32) -> [f32; N] {
@@ -44,7 +52,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn load_f16(self, x: &[u8]) -> [f32; N] {
-        std::array::from_fn(|i| f16::from_le_bytes([x[2 * i], x[2 * i + 1]]).to_f32())
+        lanes!(i => f16::from_le_bytes([x[2 * i], x[2 * i + 1]]).to_f32())
     }
     #[inline(always)]
     fn store_f16(self, v: [f32; N], y: &mut [u8]) {
@@ -54,57 +62,57 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn load_i8(self, x: &[u8]) -> [f32; N] {
-        std::array::from_fn(|i| f32::from(x[i] as i8))
+        lanes!(i => f32::from(x[i] as i8))
     }
     #[inline(always)]
     fn add(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
-        zip(a, b, |a, b| a + b)
+        lanes!(i => a[i] + b[i])
     }
     #[inline(always)]
     fn sub(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
-        zip(a, b, |a, b| a - b)
+        lanes!(i => a[i] - b[i])
     }
     #[inline(always)]
     fn mul(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
-        zip(a, b, |a, b| a * b)
+        lanes!(i => a[i] * b[i])
     }
     #[inline(always)]
     fn div(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
-        zip(a, b, |a, b| a / b)
+        lanes!(i => a[i] / b[i])
     }
     #[inline(always)]
     fn fma(self, a: [f32; N], b: [f32; N], c: [f32; N]) -> [f32; N] {
-        std::array::from_fn(|i| a[i] * b[i] + c[i])
+        lanes!(i => a[i] * b[i] + c[i])
     }
     #[inline(always)]
     fn max(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
-        zip(a, b, |a, b| if a > b { a } else { b })
+        lanes!(i => if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
     fn min(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
-        zip(a, b, |a, b| if a < b { a } else { b })
+        lanes!(i => if a[i] < b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
     fn abs(self, a: [f32; N]) -> [f32; N] {
-        a.map(f32::abs)
+        lanes!(i => a[i].abs())
     }
     #[inline(always)]
     fn copysign(self, a: [f32; N], s: [f32; N]) -> [f32; N] {
-        zip(a, s, f32::copysign)
+        lanes!(i => a[i].copysign(s[i]))
     }
     #[inline(always)]
     fn select_lt(self, a: [f32; N], b: [f32; N], yes: [f32; N], no: [f32; N]) -> [f32; N] {
-        std::array::from_fn(|i| if a[i] < b[i] { yes[i] } else { no[i] })
+        lanes!(i => if a[i] < b[i] { yes[i] } else { no[i] })
     }
     #[inline(always)]
     fn round(self, a: [f32; N]) -> [f32; N] {
         // Adding and taking away 1.5·2²³ leaves the nearest integer, ties to even.
         const MAGIC: f32 = 12_582_912.0;
-        a.map(|x| (x + MAGIC) - MAGIC)
+        lanes!(i => (a[i] + MAGIC) - MAGIC)
     }
     #[inline(always)]
     fn exp2i(self, n: [f32; N]) -> [f32; N] {
-        n.map(|x| f32::from_bits(((x as i32 + 127) as u32) << 23))
+        lanes!(i => f32::from_bits(((n[i] as i32 + 127) as u32) << 23))
     }
     #[inline(always)]
     fn sum(self, v: [f32; N]) -> f32 {
@@ -112,7 +120,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn sum4(self, v: [[f32; N]; 4]) -> [f32; 4] {
-        v.map(|v| self.sum(v))
+        [self.sum(v[0]), self.sum(v[1]), self.sum(v[2]), self.sum(v[3])]
     }
     #[inline(always)]
     fn largest(self, v: [f32; N]) -> f32 {
