@@ -5,6 +5,7 @@
 //! the scheduler; then loading; then the engine; then the HTTP server; then the command line.
 #![forbid(unsafe_code)]
 
+pub mod cli;
 pub mod engine;
 pub mod error;
 pub mod format;

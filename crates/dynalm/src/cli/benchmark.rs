@@ -15,7 +15,7 @@ use crate::settings::Settings;
 
 /// Arguments of `benchmark`.
 #[derive(Debug, Args)]
-pub struct BenchmarkArgs {
+pub(super) struct BenchmarkArgs {
     /// File, folder or name of a model
     #[arg(value_name = "MODEL")]
     name: String,

@@ -8,7 +8,7 @@ use clap::Args;
 use rustyline::error::ReadlineError;
 
 use super::options::{ModelArgs, SamplingArgs};
-use super::session::{Outcome, Session, interrupts, stats_line};
+use super::session::{End, Outcome, Session, interrupts, stats_line};
 use super::{Usage, console};
 use crate::engine::FinishReason;
 use crate::sample::params::SamplingParams;
@@ -32,7 +32,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops a reply.";
 
 /// Arguments of `chat`.
 #[derive(Debug, Args)]
-pub struct ChatArgs {
+pub(super) struct ChatArgs {
     /// File, folder or name of a model; a catalogue name is pulled if it is missing
     #[arg(value_name = "MODEL")]
     name: String,
@@ -49,7 +49,7 @@ struct Chat<'a> {
     session: Session,
     messages: Vec<Message>,
     params: SamplingParams,
-    sampling: SamplingArgs,
+    end: End,
     fixed_seed: bool,
     think: Option<bool>,
     last: Option<Outcome>,
@@ -70,11 +70,7 @@ pub(super) fn run(args: &ChatArgs, settings: &Settings) -> anyhow::Result<()> {
         messages: Vec::new(),
         params,
         fixed_seed: args.sampling.seed.is_some(),
-        sampling: SamplingArgs {
-            max_tokens: args.sampling.max_tokens,
-            stop: args.sampling.stop.clone(),
-            ..SamplingArgs::default()
-        },
+        end: args.sampling.end(),
         think: None,
         last: None,
         name: &args.name,
@@ -150,7 +146,7 @@ impl Chat<'_> {
         let prepared = self.session.chat_tokens(&self.messages, &options);
         let mut out = std::io::stdout().lock();
         let outcome = prepared.and_then(|tokens| {
-            self.session.generate(tokens, self.params.clone(), &self.sampling, true, &mut |piece| {
+            self.session.generate(tokens, self.params.clone(), &self.end, true, &mut |piece| {
                 out.write_all(piece.as_bytes())?;
                 out.flush()?;
                 Ok(true)
@@ -243,7 +239,7 @@ impl Chat<'_> {
             "frequency_penalty" => p.frequency_penalty = number()?,
             "seed" => p.seed = value.parse().map_err(|_| bad())?,
             "max_tokens" => {
-                self.sampling.max_tokens = Some(value.parse().map_err(|_| bad())?);
+                self.end.max_tokens = Some(value.parse().map_err(|_| bad())?);
                 return Ok(());
             }
             _ => return Err(Usage(format!("`{name}` cannot be set; /help lists what can")).into()),

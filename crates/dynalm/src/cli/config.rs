@@ -10,7 +10,7 @@ use crate::settings::{self, Settings};
 
 /// Arguments of `config`.
 #[derive(Debug, Args)]
-pub struct ConfigArgs {
+pub(super) struct ConfigArgs {
     #[command(subcommand)]
     action: Action,
 }

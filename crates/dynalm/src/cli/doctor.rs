@@ -10,9 +10,12 @@ use super::{console, pull, session, text};
 use crate::load;
 use crate::settings::Settings;
 
+/// Context at which `--plan` states bytes and operations, tokens.
+const PLAN_CONTEXT: usize = 512;
+
 /// Arguments of `doctor`.
 #[derive(Debug, Args)]
-pub struct DoctorArgs {
+pub(super) struct DoctorArgs {
     /// Also say whether and how this model would run
     #[arg(value_name = "MODEL")]
     name: Option<String>,
@@ -150,7 +153,10 @@ fn model_report(name: &str, args: &DoctorArgs, settings: &Settings, device: &dyn
         "arena_bytes": plan.arena_bytes, "fits": fits, "steps": plan.steps.len(),
     });
     if args.plan {
-        let listing = plan.to_text();
+        let listing = plan.to_text(&dynair::plan::StepSize {
+            kv_bytes: if options.kv == dynacore::KvType::F32 { 4 } else { 2 },
+            ..dynair::plan::StepSize::decode(cache.max_context.min(PLAN_CONTEXT))
+        });
         json["plan"] = listing.lines().collect::<Vec<_>>().into();
         text.push('\n');
         text.push_str(&listing);

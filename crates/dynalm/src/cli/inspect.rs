@@ -16,7 +16,7 @@ const SHOWN: usize = 100;
 
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
-pub struct InspectArgs {
+pub(super) struct InspectArgs {
     /// File, folder or name of a model
     #[arg(value_name = "MODEL")]
     name: String,

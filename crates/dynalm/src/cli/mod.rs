@@ -28,7 +28,7 @@ use options::GlobalArgs;
 /// Local inference engine and OpenAI-compatible server for large language models.
 #[derive(Debug, Parser)]
 #[command(name = "dynalm", version, about, disable_help_subcommand = true)]
-pub struct Args {
+struct Args {
     #[command(flatten)]
     global: GlobalArgs,
     #[command(subcommand)]

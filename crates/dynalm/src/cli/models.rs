@@ -11,7 +11,7 @@ use crate::source;
 
 /// Arguments of `models`.
 #[derive(Debug, Args)]
-pub struct ModelsArgs {
+pub(super) struct ModelsArgs {
     /// Show the catalogue instead, with what fits this machine
     #[arg(long)]
     available: bool,
@@ -22,7 +22,7 @@ pub struct ModelsArgs {
 
 /// Arguments of `rm`.
 #[derive(Debug, Args)]
-pub struct RmArgs {
+pub(super) struct RmArgs {
     /// Names as `models` shows them
     #[arg(value_name = "NAME", required = true)]
     names: Vec<String>,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::Usage;
+use super::session::End;
 use crate::sample::params::SamplingParams;
 use crate::settings::{Environment, Settings};
 
@@ -13,7 +14,7 @@ pub(super) type Flags = Vec<(&'static str, String, &'static str)>;
 
 /// Options of every command.
 #[derive(Debug, Args)]
-pub struct GlobalArgs {
+pub(super) struct GlobalArgs {
     /// How much is logged: error, warn, info, debug or trace
     #[arg(long, global = true, value_name = "LEVEL")]
     log_level: Option<String>,
@@ -56,7 +57,7 @@ impl GlobalArgs {
 
 /// Options of commands that run a model.
 #[derive(Debug, Args)]
-pub struct ModelArgs {
+pub(super) struct ModelArgs {
     /// Device: auto or cpu
     #[arg(long, value_name = "NAME")]
     backend: Option<String>,
@@ -138,8 +139,8 @@ fn refuse_backend(name: &str) -> Option<String> {
 }
 
 /// Sampling options. What is not given keeps the model's published value, else the command's default.
-#[derive(Debug, Args, Default)]
-pub struct SamplingArgs {
+#[derive(Debug, Args)]
+pub(super) struct SamplingArgs {
     /// 0 always takes the most likely token; higher is more varied
     #[arg(long, value_name = "X")]
     temperature: Option<f32>,
@@ -175,10 +176,10 @@ pub struct SamplingArgs {
     pub(super) seed: Option<u64>,
     /// Most tokens to generate
     #[arg(short = 'n', long, value_name = "N")]
-    pub(super) max_tokens: Option<usize>,
+    max_tokens: Option<usize>,
     /// Text that ends the reply; may be repeated
     #[arg(long, value_name = "TEXT")]
-    pub(super) stop: Vec<String>,
+    stop: Vec<String>,
 }
 
 fn parse_bias(text: &str) -> Result<(u32, f32), String> {
@@ -190,6 +191,11 @@ fn parse_bias(text: &str) -> Result<(u32, f32), String> {
 }
 
 impl SamplingArgs {
+    /// What ends a reply.
+    pub(super) fn end(&self) -> End {
+        End { max_tokens: self.max_tokens, stop: self.stop.clone() }
+    }
+
     /// `defaults` with every option that was given.
     ///
     /// # Errors

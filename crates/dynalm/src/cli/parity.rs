@@ -21,7 +21,7 @@ const CHUNK: usize = 64;
 
 /// Arguments of `parity`.
 #[derive(Debug, Args)]
-pub struct ParityArgs {
+pub(super) struct ParityArgs {
     /// File, folder or name of a model
     #[arg(value_name = "MODEL")]
     name: String,

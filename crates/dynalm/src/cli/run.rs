@@ -22,7 +22,7 @@ const STDIN_PATIENCE: Duration = Duration::from_millis(300);
 
 /// Arguments of `run`.
 #[derive(Debug, Args)]
-pub struct RunArgs {
+pub(super) struct RunArgs {
     /// File, folder or name of a model; a catalogue name is pulled if it is missing
     #[arg(value_name = "MODEL")]
     name: String,
@@ -77,7 +77,7 @@ pub(super) fn run(args: &RunArgs, settings: &Settings) -> anyhow::Result<()> {
         }
         Ok(true)
     };
-    let outcome = session.generate(tokens, params, &args.sampling, !args.raw, &mut on_text)?;
+    let outcome = session.generate(tokens, params, &args.sampling.end(), !args.raw, &mut on_text)?;
     if args.json {
         let reason = match outcome.reason {
             FinishReason::Stop => "stop",

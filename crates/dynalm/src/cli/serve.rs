@@ -16,7 +16,7 @@ use crate::settings::Settings;
 
 /// Arguments of `serve`.
 #[derive(Debug, Args)]
-pub struct ServeArgs {
+pub(super) struct ServeArgs {
     /// File, folder or name of the model to serve
     #[arg(value_name = "MODEL", required = true, num_args = 1..)]
     names: Vec<String>,

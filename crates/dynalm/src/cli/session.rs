@@ -10,7 +10,7 @@ use anyhow::Context;
 use dynacore::KvType;
 use dynacore::cpu::{CpuDevice, CpuOptions, Mode};
 
-use super::options::{ModelArgs, SamplingArgs};
+use super::options::ModelArgs;
 use super::{Usage, console, pull};
 use crate::engine::{EngineConfig, EngineHandle, EngineModel, Event, FinishReason, Request, Timings, Usage as Tokens};
 use crate::load::{self, LoadOptions, LoadedModel, ModelFacts};
@@ -35,6 +35,15 @@ pub(super) struct Session {
     pub(super) vocab_size: usize,
     /// Facts about the model.
     pub(super) facts: ModelFacts,
+}
+
+/// What ends a reply besides the model.
+#[derive(Debug, Clone, Default)]
+pub(super) struct End {
+    /// Most tokens.
+    pub(super) max_tokens: Option<usize>,
+    /// Texts.
+    pub(super) stop: Vec<String>,
 }
 
 /// How a reply went.
@@ -147,7 +156,7 @@ impl Session {
                 self.facts.title
             );
         };
-        let prompt = template.render(messages, None, options)?;
+        let prompt = template.render(messages, None, options, &self.tokenizer)?;
         Ok(self.tokenizer.encode(&prompt.pieces())?)
     }
 
@@ -161,7 +170,7 @@ impl Session {
         &self,
         prompt: Vec<TokenId>,
         params: SamplingParams,
-        sampling: &SamplingArgs,
+        end: &End,
         starts_text: bool,
         on_text: &mut dyn FnMut(&str) -> anyhow::Result<bool>,
     ) -> anyhow::Result<Outcome> {
@@ -178,8 +187,8 @@ impl Session {
         let request = Request {
             prompt,
             params,
-            max_tokens: sampling.max_tokens,
-            stop: sampling.stop.clone(),
+            max_tokens: end.max_tokens,
+            stop: end.stop.clone(),
             ignore_eos: false,
             starts_text,
             prompt_logprobs: None,

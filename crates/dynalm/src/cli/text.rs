@@ -14,7 +14,7 @@ use crate::text::{AddSpecial, DetokenizeOptions, Message, Piece, RenderOptions, 
 
 /// Arguments of `tokenize`.
 #[derive(Debug, Args)]
-pub struct TokenizeArgs {
+pub(super) struct TokenizeArgs {
     /// File, folder or name of a model
     #[arg(value_name = "MODEL")]
     name: String,
@@ -37,7 +37,7 @@ pub struct TokenizeArgs {
 
 /// Arguments of `detokenize`.
 #[derive(Debug, Args)]
-pub struct DetokenizeArgs {
+pub(super) struct DetokenizeArgs {
     /// File, folder or name of a model
     #[arg(value_name = "MODEL")]
     name: String,
@@ -48,7 +48,7 @@ pub struct DetokenizeArgs {
 
 /// Arguments of `template`.
 #[derive(Debug, Args)]
-pub struct TemplateArgs {
+pub(super) struct TemplateArgs {
     /// File, folder or name of a model
     #[arg(value_name = "MODEL")]
     name: String,
@@ -118,7 +118,7 @@ pub(super) fn detokenize(args: &DetokenizeArgs, settings: &Settings) -> anyhow::
     };
     let gguf = Gguf::open(&pull::find_or_pull(&args.name, settings)?)?;
     let (tokenizer, _) = load::texts(&gguf, None)?;
-    let text = tokenizer.decode(&ids, DetokenizeOptions { special: true, ..DetokenizeOptions::default() })?;
+    let text = tokenizer.decode(&ids, DetokenizeOptions { specials: true, start: true })?;
     out(&format!("{text}\n"))
 }
 
@@ -140,7 +140,7 @@ pub(super) fn template(args: &TemplateArgs, settings: &Settings) -> anyhow::Resu
     };
     let options =
         RenderOptions { add_generation_prompt: !args.no_generation_prompt, ..RenderOptions::default() };
-    let prompt = template.render(&messages, None, &options)?;
+    let prompt = template.render(&messages, None, &options, &tokenizer)?;
     let ids = tokenizer.encode(&prompt.pieces())?;
     out(&format!("{}\n", prompt.text()))?;
     super::console::note(format_args!("{} tokens", ids.len()));
@@ -160,10 +160,12 @@ fn messages(text: &str) -> anyhow::Result<Vec<Message>> {
                 ("role", serde_json::Value::String(s)) => message.role = s.clone(),
                 ("content", serde_json::Value::String(s)) => message.content = Some(s.clone()),
                 ("content", serde_json::Value::Null) => message.content = None,
-                ("tool_calls", value) => {
-                    message.tool_calls = serde_json::from_value::<Vec<ToolCall>>(value.clone())
-                        .map_err(|e| Usage(format!("message {i}: `tool_calls`: {e}")))?;
+                ("tool_calls", serde_json::Value::Array(calls)) => {
+                    message.tool_calls = calls.iter().map(tool_call).collect::<Option<_>>().ok_or_else(|| {
+                        Usage(format!("message {i}: `tool_calls` needs `function` with `name` and `arguments` as text"))
+                    })?;
                 }
+                ("tool_call_id", serde_json::Value::String(s)) => message.tool_call_id = Some(s.clone()),
                 _ => return Err(Usage(format!("message {i}: cannot use `{key}`: {value}")).into()),
             }
         }
@@ -173,4 +175,11 @@ fn messages(text: &str) -> anyhow::Result<Vec<Message>> {
         messages.push(message);
     }
     Ok(messages)
+}
+
+/// One entry of OpenAI's `tool_calls`.
+fn tool_call(value: &serde_json::Value) -> Option<ToolCall> {
+    let text = |v: &serde_json::Value, key: &str| v.get(key)?.as_str().map(str::to_owned);
+    let function = value.get("function")?;
+    Some(ToolCall { id: text(value, "id"), name: text(function, "name")?, arguments: text(function, "arguments")? })
 }
