@@ -55,6 +55,19 @@ fn main() {
     }
     let table = KernelTable::of(isa).expect("it was detected");
     println!("{isa}, matrices [{ROWS}, {cols}]; GB/s of weights (share of a streaming read), GMAC/s");
+    let x: Vec<f32> = (0..cols)
+        .map(|i| ((i * 37 % 1000) as f32 - 500.0) * 0.002)
+        .collect();
+    let mut scratch = vec![0; scratch_bytes(table, cols)];
+    let seconds = best(2000, |_| {
+        let start = Instant::now();
+        prepare(table, std::hint::black_box(&x), cols, &mut scratch);
+        start.elapsed().as_secs_f64()
+    });
+    println!(
+        "a row of {cols} activations is prepared in {:.2} us",
+        seconds * 1e6
+    );
     let stream: Vec<u64> = (0..PASS_BYTES as u64 / 8).collect();
     for dtype in types {
         let weights = matrices(table, dtype, cols);
