@@ -1,6 +1,6 @@
 """A server for the tests: the real program with a real model.
 
-`DYNALM_BIN` is the program and `DYNALM_E2E_MODEL` the model. With `DYNALM_E2E_URL` (…/v1) the tests that need no server
+`E2E_BIN` is the program and `E2E_MODEL` the model. With `E2E_URL` (…/v1) the tests that need no server
 of their own run against that one instead.
 """
 
@@ -22,7 +22,7 @@ class Server:
     """A `dynalm serve` process on a free port."""
 
     def __init__(self, *options, env=None):
-        command = [os.environ["DYNALM_BIN"], "serve", os.environ["DYNALM_E2E_MODEL"], "--port", "0", *options]
+        command = [os.environ["E2E_BIN"], "serve", os.environ["E2E_MODEL"], "--port", "0", *options]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
         )
@@ -65,7 +65,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def root():
-    url = os.environ.get("DYNALM_E2E_URL")
+    url = os.environ.get("E2E_URL")
     if url:
         yield url.removesuffix("/").removesuffix("/v1")
         return

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Server
 
-pytestmark = pytest.mark.skipif("DYNALM_BIN" not in os.environ, reason="needs the program itself")
+pytestmark = pytest.mark.skipif("E2E_BIN" not in os.environ, reason="needs the program itself")
 LONG = {"prompt": "Once upon a time", "ignore_eos": True, "stream": True, "temperature": 0}
 
 

@@ -120,8 +120,9 @@ def test_seed_and_choices(client, model):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors(client, model, more, kind, param, stream):
+    fields = {"model": model, "stream": stream, **more}
     with pytest.raises(kind) as caught:
-        chat(client, model, stream=stream, **more)
+        chat(client, **fields)
     assert caught.value.body["param"] == param
     assert caught.value.body["type"] == "invalid_request_error"
     chat(client, model, max_tokens=1)
