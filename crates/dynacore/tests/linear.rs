@@ -128,7 +128,7 @@ fn activations(kind: &str, n: usize, cols: usize, random: &mut Random) -> Vec<f3
                 "mixed" => x * 10f32.powi((random.bits() % 12) as i32 - 6),
                 "outliers" => x * if i % cols == cols / 3 { 1000.0 } else { 1.0 },
                 "sparse" => {
-                    if random.bits() % 16 == 0 {
+                    if random.bits().is_multiple_of(16) {
                         x
                     } else {
                         0.0

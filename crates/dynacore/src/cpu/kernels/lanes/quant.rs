@@ -213,12 +213,12 @@ pub(crate) unsafe fn gemv<L: Lanes, T: QuantFormat, const N: usize>(l: L, a: &Ge
         }
     }
     let acc = acc.cast::<u8>();
-    for n in 0..N {
+    for (n, (first, second)) in sums[0].into_iter().zip(sums[1]).enumerate() {
         // SAFETY: row n < N, vectors 0 and 1 of a line.
         unsafe {
-            l.store_f(acc.add(n * LINE), sums[0][n]);
+            l.store_f(acc.add(n * LINE), first);
             if const { L::WIDTH < ROWS } {
-                l.store_f(acc.add(n * LINE + 4 * L::WIDTH), sums[1][n]);
+                l.store_f(acc.add(n * LINE + 4 * L::WIDTH), second);
             }
         }
     }
