@@ -83,9 +83,11 @@ pub(super) fn run(args: &InspectArgs, settings: &Settings) -> anyhow::Result<()>
                 .into();
         }
         if args.tensors {
-            all["tensors"] = tensor_rows(&checkpoint)
-                .into_iter()
-                .map(|r| serde_json::json!({"name": r[0], "type": r[1], "shape": r[2], "bytes": r[3]}))
+            all["tensors"] = checkpoint
+                .gguf
+                .tensors()
+                .iter()
+                .map(|t| serde_json::json!({"name": t.name, "type": t.dtype.name(), "shape": t.dims, "bytes": t.bytes()}))
                 .collect();
         }
         return text::out(&format!("{}\n", serde_json::to_string_pretty(&all)?));

@@ -10,13 +10,11 @@ use clap::Args;
 
 use super::options::{ModelArgs, SamplingArgs};
 use super::session::{Session, interrupts, stats_line};
-use super::{Interrupted, Usage, console};
+use super::{Interrupted, Usage, console, text};
 use crate::engine::FinishReason;
 use crate::settings::Settings;
 use crate::text::{Message, RenderOptions};
 
-/// Most bytes of a prompt.
-const MAX_PROMPT: u64 = 64 << 20;
 /// How long an open standard input may stay silent when the prompt was given otherwise.
 const STDIN_PATIENCE: Duration = Duration::from_millis(300);
 
@@ -30,7 +28,7 @@ pub(super) struct RunArgs {
     #[arg(value_name = "PROMPT")]
     prompt: Option<String>,
     /// The prompt
-    #[arg(short, long = "prompt", value_name = "TEXT", conflicts_with = "prompt", allow_hyphen_values = true)]
+    #[arg(short = 'p', long = "prompt", value_name = "TEXT", conflicts_with = "prompt", allow_hyphen_values = true)]
     text: Option<String>,
     /// File with the prompt
     #[arg(short, long, value_name = "FILE", conflicts_with_all = ["prompt", "text"])]
@@ -117,9 +115,7 @@ pub(super) fn run(args: &RunArgs, settings: &Settings) -> anyhow::Result<()> {
 fn prompt(args: &RunArgs) -> anyhow::Result<String> {
     let given = match (&args.prompt, &args.text, &args.file) {
         (Some(text), _, _) | (_, Some(text), _) => Some(text.clone()),
-        (_, _, Some(path)) => {
-            Some(std::fs::read_to_string(path).with_context(|| format!("cannot read the prompt `{}`", path.display()))?)
-        }
+        (_, _, Some(path)) => Some(text::read_file(path)?),
         _ => None,
     };
     let stdin = std::io::stdin();
@@ -153,7 +149,7 @@ fn piped(patience: Option<Duration>) -> anyhow::Result<String> {
             return;
         }
         let mut rest = Vec::new();
-        let result = stdin.take(MAX_PROMPT).read_to_end(&mut rest).map(|_| rest);
+        let result = stdin.take(text::MAX_INPUT).read_to_end(&mut rest).map(|_| rest);
         let _ = sender.send(result);
     });
     let mut bytes = match patience {
@@ -169,8 +165,5 @@ fn piped(patience: Option<Duration>) -> anyhow::Result<String> {
     if !bytes.is_empty() {
         bytes.extend(receiver.recv().context("reading standard input")??);
     }
-    if bytes.len() as u64 >= MAX_PROMPT {
-        return Err(Usage(format!("the prompt is larger than {} MiB", MAX_PROMPT >> 20)).into());
-    }
-    String::from_utf8(bytes).map_err(|e| Usage(format!("standard input is not UTF-8: {e}")).into())
+    text::checked("standard input", bytes)
 }

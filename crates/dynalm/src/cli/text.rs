@@ -1,7 +1,7 @@
 //! `dynalm tokenize`, `detokenize`, `template`: what the model's text handling does, without loading weights.
 
 use std::io::{IsTerminal, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
@@ -76,16 +76,37 @@ pub(super) fn out(text: &str) -> anyhow::Result<()> {
     Ok(stdout.flush()?)
 }
 
+/// Most bytes of a text that is read from a file or a pipe.
+pub(super) const MAX_INPUT: u64 = 64 << 20;
+
+/// A text file of the user's.
+pub(super) fn read_file(path: &Path) -> anyhow::Result<String> {
+    let what = format!("`{}`", path.display());
+    let file = std::fs::File::open(path).with_context(|| format!("cannot read {what}"))?;
+    read_text(&what, file)
+}
+
+/// What `reader` gives up to its end, within bounds.
+fn read_text(what: &str, reader: impl Read) -> anyhow::Result<String> {
+    let mut bytes = Vec::new();
+    reader.take(MAX_INPUT + 1).read_to_end(&mut bytes).with_context(|| format!("cannot read {what}"))?;
+    checked(what, bytes)
+}
+
+/// Bytes from outside as text: UTF-8 of a bearable size.
+pub(super) fn checked(what: &str, bytes: Vec<u8>) -> anyhow::Result<String> {
+    if bytes.len() as u64 > MAX_INPUT {
+        return Err(Usage(format!("{what} has more than {} MiB; give less text", MAX_INPUT >> 20)).into());
+    }
+    String::from_utf8(bytes).map_err(|e| Usage(format!("{what} is not UTF-8: {e}")).into())
+}
+
 fn input(text: Option<&String>, file: Option<&PathBuf>) -> anyhow::Result<String> {
     match (text, file) {
         (Some(text), _) => Ok(text.clone()),
-        (_, Some(path)) => std::fs::read_to_string(path).with_context(|| format!("cannot read `{}`", path.display())),
+        (_, Some(path)) => read_file(path),
         _ if std::io::stdin().is_terminal() => Err(Usage("no text: give one or pipe it in".to_owned()).into()),
-        _ => {
-            let mut text = String::new();
-            std::io::stdin().lock().read_to_string(&mut text).context("cannot read standard input")?;
-            Ok(text)
-        }
+        _ => read_text("standard input", std::io::stdin().lock()),
     }
 }
 
