@@ -97,7 +97,6 @@ pub(super) fn run(args: &ServeArgs, settings: &Settings) -> anyhow::Result<()> {
             quantization: facts.quantization,
             parameters: facts.parameters,
             file_bytes: facts.file_bytes,
-            ..ModelInfo::default()
         };
         console::note(format_args!("serving `{served}`, window {} tokens", model.max_context));
         Ok(ModelToServe {
