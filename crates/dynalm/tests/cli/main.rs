@@ -5,4 +5,5 @@ mod configuration;
 mod generation;
 mod models;
 mod refusals;
+mod serve;
 mod support;
