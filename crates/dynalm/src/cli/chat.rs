@@ -1,15 +1,16 @@
 //! `dynalm chat`: a conversation with line editing and history.
 
-use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::io::{BufRead, IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
+use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
 use super::options::{ModelArgs, SamplingArgs};
 use super::session::{End, Outcome, Session, interrupts, stats_line};
-use super::{Usage, console};
+use super::{Usage, console, text};
 use crate::engine::FinishReason;
 use crate::sample::params::SamplingParams;
 use crate::settings::Settings;
@@ -86,15 +87,9 @@ pub(super) fn run(args: &ChatArgs, settings: &Settings) -> anyhow::Result<()> {
 
 impl Chat<'_> {
     fn talk(&mut self, settings: &Settings) -> anyhow::Result<()> {
-        let mut editor = rustyline::DefaultEditor::new().context("cannot read the terminal")?;
-        let history = settings.path("models_dir").and_then(|d| Some(d.parent()?.join("history")));
-        if let Some(path) = history.as_deref().filter(|p| p.exists())
-            && let Err(e) = editor.load_history(path)
-        {
-            tracing::warn!("the history `{}` cannot be read: {e}", path.display());
-        }
+        let mut input = Input::open(settings)?;
         loop {
-            let line = match read_message(&mut editor) {
+            let line = match input.message() {
                 Ok(line) => line,
                 Err(ReadlineError::Interrupted) => continue,
                 Err(ReadlineError::Eof) => break,
@@ -102,9 +97,6 @@ impl Chat<'_> {
             };
             if line.trim().is_empty() {
                 continue;
-            }
-            if let Err(error) = editor.add_history_entry(&line) {
-                tracing::debug!("no history: {error}");
             }
             interrupts::reset();
             let command = line.trim_start();
@@ -124,13 +116,7 @@ impl Chat<'_> {
                 console::error(&error);
             }
         }
-        if let Some(path) = history {
-            let folder = path.parent().unwrap_or(Path::new("."));
-            let saved = std::fs::create_dir_all(folder).map_err(ReadlineError::from).and_then(|()| editor.save_history(&path));
-            if let Err(error) = saved {
-                tracing::warn!("the history cannot be saved: {error}");
-            }
-        }
+        input.close();
         Ok(())
     }
 
@@ -283,13 +269,73 @@ impl Chat<'_> {
     }
 }
 
-/// One message: lines that end with a backslash go on in the next.
-fn read_message(editor: &mut rustyline::DefaultEditor) -> Result<String, ReadlineError> {
-    let mut message = editor.readline(">>> ")?;
-    while message.ends_with('\\') {
-        message.pop();
-        message.push('\n');
-        message.push_str(&editor.readline("... ")?);
+/// Where messages come from: a terminal with line editing and a history, or a pipe, which gets neither prompts nor a
+/// place in the history.
+struct Input {
+    editor: Option<DefaultEditor>,
+    history: Option<PathBuf>,
+}
+
+impl Input {
+    fn open(settings: &Settings) -> anyhow::Result<Input> {
+        if !std::io::stdin().is_terminal() {
+            return Ok(Input { editor: None, history: None });
+        }
+        let mut editor = DefaultEditor::new().context("cannot read the terminal")?;
+        let history = settings.path("models_dir").and_then(|d| Some(d.parent()?.join("history")));
+        if let Some(path) = history.as_deref().filter(|p| p.exists())
+            && let Err(e) = editor.load_history(path)
+        {
+            tracing::warn!("the history `{}` cannot be read: {e}", path.display());
+        }
+        Ok(Input { editor: Some(editor), history })
     }
-    Ok(message)
+
+    /// One message: lines that end with a backslash go on in the next.
+    fn message(&mut self) -> Result<String, ReadlineError> {
+        let mut message = self.line(">>> ")?;
+        while message.ends_with('\\') {
+            message.pop();
+            message.push('\n');
+            match self.line("... ") {
+                Ok(line) => message.push_str(&line),
+                // The text before the end is a message too.
+                Err(ReadlineError::Eof) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        if let Some(editor) = &mut self.editor
+            && !message.trim().is_empty()
+            && let Err(error) = editor.add_history_entry(&message)
+        {
+            tracing::debug!("no history: {error}");
+        }
+        Ok(message)
+    }
+
+    fn line(&mut self, prompt: &str) -> Result<String, ReadlineError> {
+        if let Some(editor) = &mut self.editor {
+            return editor.readline(prompt);
+        }
+        let mut bytes = Vec::new();
+        let mut stdin = std::io::stdin().lock().take(text::MAX_INPUT);
+        if stdin.read_until(b'\n', &mut bytes)? == 0 {
+            return Err(ReadlineError::Eof);
+        }
+        let line = String::from_utf8(bytes)
+            .map_err(|e| ReadlineError::Io(std::io::Error::new(std::io::ErrorKind::InvalidData, e)))?;
+        let line = line.strip_suffix('\n').unwrap_or(&line);
+        Ok(line.strip_suffix('\r').unwrap_or(line).to_owned())
+    }
+
+    /// Keeps the history.
+    fn close(self) {
+        let (Some(mut editor), Some(path)) = (self.editor, self.history) else { return };
+        let folder = path.parent().unwrap_or(Path::new("."));
+        let saved =
+            std::fs::create_dir_all(folder).map_err(ReadlineError::from).and_then(|()| editor.save_history(&path));
+        if let Err(error) = saved {
+            tracing::warn!("the history cannot be saved: {error}");
+        }
+    }
 }

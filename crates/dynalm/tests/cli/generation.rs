@@ -259,3 +259,47 @@ fn terminals_that_are_none_get_no_escapes_whatever_the_environment() {
         "the flag is above the environment"
     );
 }
+
+#[test]
+fn a_piped_chat_prints_replies_only_and_ends_with_its_input() {
+    let home = Home::new();
+    let model = home.model();
+    let list = args(&["chat", &model], &SHORT);
+    let first = home
+        .run(&args(&["run", &model, "count the boats", "--json"], &SHORT))
+        .ok()
+        .json();
+    let first = format!("{}\n", first["text"].as_str().expect("a text"));
+    let mut command = home.command(&list);
+    command
+        .env("TERM", "dumb")
+        .stdin(std::fs::File::open(home.file("one.txt", "count the boats\r\n")).expect("made"));
+    assert_eq!(ended(command).ok().out(), first);
+    let script =
+        "count the boats\n\n/nonsense\n/set temperature 999\n/stats\n/save talk.json\nand the \\\ndogs";
+    let two = home.run_with(&list, script.as_bytes()).ok();
+    let second = two.out().strip_prefix(&first).expect("the same first reply");
+    assert!(
+        !second.trim().is_empty() && !two.stdout.contains(&0x1b),
+        "{two:?}"
+    );
+    assert!(
+        two.stderr.contains("/nonsense") && two.stderr.contains("999"),
+        "{}",
+        two.stderr
+    );
+    assert!(
+        two.stderr.contains("tok/s") && two.stderr.contains("saved 2 messages"),
+        "{}",
+        two.stderr
+    );
+    // The conversation goes on where it was saved.
+    let again = home
+        .run_with(&list, b"/load talk.json\nand the \\\ndogs\n/bye\nnever read\n")
+        .ok();
+    assert_eq!(again.out(), second);
+    assert!(!home.path().join("history").exists(), "a pipe leaves no history");
+    assert_eq!(home.run(&list).ok().out(), "", "an empty input ends at once");
+    home.run_with(&list, b"\xff\n").refused(1, &["next message"]);
+    home.run_with(&list, b"/load missing.json\n").ok();
+}

@@ -6,6 +6,9 @@ use std::process::{Child, ChildStderr, Command};
 
 use crate::support::Home;
 
+/// How often a server that has its model may say that it is not ready yet.
+const ATTEMPTS: usize = 10_000;
+
 /// A running server. Killed if a test fails.
 struct Serving {
     child: Child,
@@ -16,7 +19,7 @@ struct Serving {
 }
 
 impl Serving {
-    /// Starts `serve` with these arguments on a free port and waits until the model is served.
+    /// Starts `serve` with these arguments on a free port and waits until it is ready.
     fn start(mut command: Command) -> Serving {
         let mut child = command.spawn().expect("the program starts");
         let stderr = BufReader::new(child.stderr.take().expect("stderr is a pipe"));
@@ -30,6 +33,9 @@ impl Serving {
         let at = serving.said.find("http://").expect("the address comes first") + "http://".len();
         let address = serving.said[at..].split_whitespace().next().expect("an address");
         serving.address = address.replace("0.0.0.0", "127.0.0.1");
+        // The model is there; the engine starts in the same moment.
+        let ready = (0..ATTEMPTS).any(|_| serving.ask("GET", "/ready", &[], "").0 == 200);
+        assert!(ready, "never ready: {}", serving.said);
         serving
     }
 
