@@ -331,6 +331,34 @@ fn companies(mode: Mode, kv: KvType, seed: u64) -> Vec<Setup> {
     ]
 }
 
+/// Where two replies first differ.
+fn difference(found: &Reply, alone: &Reply) -> String {
+    if let Some(at) =
+        (0..alone.prompt_scores.len()).find(|&i| found.prompt_scores.get(i) != alone.prompt_scores.get(i))
+    {
+        let (found, alone) = (found.prompt_scores.get(at), &alone.prompt_scores[at]);
+        return format!("prompt score {at} is {found:?}, alone {alone:?}");
+    }
+    if let Some(at) = (0..alone.tokens.len())
+        .find(|&i| (found.tokens.get(i), found.scores.get(i)) != (alone.tokens.get(i), alone.scores.get(i)))
+    {
+        let found = (found.tokens.get(at), found.scores.get(at));
+        return format!(
+            "token {at} is {found:?}, alone {:?}",
+            (alone.tokens[at], &alone.scores[at])
+        );
+    }
+    format!(
+        "{} tokens, {:?}, text {:?}; alone {} tokens, {:?}, text {:?}",
+        found.tokens.len(),
+        found.reason,
+        found.text,
+        alone.tokens.len(),
+        alone.reason,
+        alone.text
+    )
+}
+
 /// The property, for one model and one cache type.
 fn hold(path: &Path, mode: Mode, kv: KvType, seed: u64) {
     let alone = run(path, &Setup::alone(mode, kv), seed);
@@ -347,10 +375,12 @@ fn hold(path: &Path, mode: Mode, kv: KvType, seed: u64) {
         let round = run(path, &setup, seed);
         for (i, found) in round.replies.iter().enumerate() {
             let expected = &alone.replies[i % REQUESTS];
-            assert!(
-                found == expected,
-                "seed {seed}, {setup:?}, request {i}:\n{found:?}\nalone:\n{expected:?}"
-            );
+            if found != expected {
+                panic!(
+                    "seed {seed}, {setup:?}, request {i}: {}",
+                    difference(found, expected)
+                );
+            }
         }
         // The conditions that the property is about did occur.
         assert_eq!(
