@@ -80,7 +80,10 @@ pub(super) fn run(args: &ChatArgs, settings: &Settings) -> anyhow::Result<()> {
         chat.messages.push(Message::new("system", system));
     }
     if std::io::stdin().is_terminal() {
-        console::note(format_args!("{} — /help lists the commands", chat.session.facts.title));
+        console::note(format_args!(
+            "{} — /help lists the commands",
+            chat.session.facts.title
+        ));
     }
     chat.talk(settings)
 }
@@ -122,7 +125,10 @@ impl Chat<'_> {
 
     /// Answers the last user message; the reply joins the conversation.
     fn reply(&mut self) -> anyhow::Result<()> {
-        let mut options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+        let mut options = RenderOptions {
+            add_generation_prompt: true,
+            ..RenderOptions::default()
+        };
         if let Some(think) = self.think {
             options.kwargs.insert("enable_thinking".to_owned(), think.into());
         }
@@ -132,11 +138,12 @@ impl Chat<'_> {
         let prepared = self.session.chat_tokens(&self.messages, &options);
         let mut out = std::io::stdout().lock();
         let outcome = prepared.and_then(|tokens| {
-            self.session.generate(tokens, self.params.clone(), &self.end, true, &mut |piece| {
-                out.write_all(piece.as_bytes())?;
-                out.flush()?;
-                Ok(true)
-            })
+            self.session
+                .generate(tokens, self.params.clone(), &self.end, true, &mut |piece| {
+                    out.write_all(piece.as_bytes())?;
+                    out.flush()?;
+                    Ok(true)
+                })
         });
         let outcome = match outcome {
             Ok(outcome) => outcome,
@@ -177,7 +184,10 @@ impl Chat<'_> {
             ("think", "on") => self.think = Some(true),
             ("think", "off") => self.think = Some(false),
             ("regenerate", _) => {
-                anyhow::ensure!(self.messages.last().is_some_and(|m| m.role == "assistant"), "no reply yet");
+                anyhow::ensure!(
+                    self.messages.last().is_some_and(|m| m.role == "assistant"),
+                    "no reply yet"
+                );
                 self.messages.pop();
                 self.reply()?;
             }
@@ -242,7 +252,8 @@ impl Chat<'_> {
             .iter()
             .map(|m| serde_json::json!({"role": m.role, "content": m.content}))
             .collect();
-        std::fs::write(path, serde_json::to_string_pretty(&all)?).with_context(|| format!("cannot write `{path}`"))?;
+        std::fs::write(path, serde_json::to_string_pretty(&all)?)
+            .with_context(|| format!("cannot write `{path}`"))?;
         console::note(format_args!("saved {} messages", all.len()));
         Ok(())
     }
@@ -279,16 +290,24 @@ struct Input {
 impl Input {
     fn open(settings: &Settings) -> anyhow::Result<Input> {
         if !std::io::stdin().is_terminal() {
-            return Ok(Input { editor: None, history: None });
+            return Ok(Input {
+                editor: None,
+                history: None,
+            });
         }
         let mut editor = DefaultEditor::new().context("cannot read the terminal")?;
-        let history = settings.path("models_dir").and_then(|d| Some(d.parent()?.join("history")));
+        let history = settings
+            .path("models_dir")
+            .and_then(|d| Some(d.parent()?.join("history")));
         if let Some(path) = history.as_deref().filter(|p| p.exists())
             && let Err(e) = editor.load_history(path)
         {
             tracing::warn!("the history `{}` cannot be read: {e}", path.display());
         }
-        Ok(Input { editor: Some(editor), history })
+        Ok(Input {
+            editor: Some(editor),
+            history,
+        })
     }
 
     /// One message: lines that end with a backslash go on in the next.
@@ -330,10 +349,13 @@ impl Input {
 
     /// Keeps the history.
     fn close(self) {
-        let (Some(mut editor), Some(path)) = (self.editor, self.history) else { return };
+        let (Some(mut editor), Some(path)) = (self.editor, self.history) else {
+            return;
+        };
         let folder = path.parent().unwrap_or(Path::new("."));
-        let saved =
-            std::fs::create_dir_all(folder).map_err(ReadlineError::from).and_then(|()| editor.save_history(&path));
+        let saved = std::fs::create_dir_all(folder)
+            .map_err(ReadlineError::from)
+            .and_then(|()| editor.save_history(&path));
         if let Err(error) = saved {
             tracing::warn!("the history cannot be saved: {error}");
         }

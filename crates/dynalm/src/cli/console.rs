@@ -15,7 +15,10 @@ const PLAIN_PROGRESS: Duration = Duration::from_secs(3);
 pub(super) fn start_logging(settings: &Settings) {
     let level = settings.text("log_level");
     // Libraries are noisy below `info`; ours are what the user asks about.
-    let filter = format!("{},dynalm={level},dynacore={level}", if level == "trace" { "debug" } else { "warn" });
+    let filter = format!(
+        "{},dynalm={level},dynacore={level}",
+        if level == "trace" { "debug" } else { "warn" }
+    );
     let colour = colour(settings);
     let result = tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
@@ -70,13 +73,23 @@ pub(super) fn bytes(n: u64) -> String {
 /// A count of parameters as people say it.
 pub(super) fn parameters(n: u64) -> String {
     let n = n as f64;
-    if n < 1e9 { format!("{:.0} M", n / 1e6) } else { format!("{:.2} B", n / 1e9) }
+    if n < 1e9 {
+        format!("{:.0} M", n / 1e6)
+    } else {
+        format!("{:.2} B", n / 1e9)
+    }
 }
 
 /// Rows as a table with two spaces between columns.
 pub(super) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    let width = |c: usize| {
+        rows.iter()
+            .filter_map(|r| r.get(c))
+            .map(|s| s.chars().count())
+            .max()
+            .unwrap_or(0)
+    };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut out = String::new();
     for row in rows {
@@ -114,7 +127,14 @@ impl ByteProgress {
             bar.set_message(label.to_owned());
             bar
         });
-        ByteProgress { bar, quiet, label: label.to_owned(), total, last: Instant::now(), last_tenth: 0 }
+        ByteProgress {
+            bar,
+            quiet,
+            label: label.to_owned(),
+            total,
+            last: Instant::now(),
+            last_tenth: 0,
+        }
     }
 
     /// `done` bytes are there.
@@ -125,7 +145,12 @@ impl ByteProgress {
         }
         let tenth = (done * 10).checked_div(self.total).unwrap_or(0);
         if !self.quiet && tenth > self.last_tenth && self.last.elapsed() >= PLAIN_PROGRESS {
-            note(format_args!("{}: {} of {}", self.label, bytes(done), bytes(self.total)));
+            note(format_args!(
+                "{}: {} of {}",
+                self.label,
+                bytes(done),
+                bytes(self.total)
+            ));
             self.last = Instant::now();
             self.last_tenth = tenth;
         }

@@ -4,6 +4,7 @@
 use clap::Args;
 use dynacore::Device;
 use dynacore::cpu::{self, Topology, isa::Isa};
+use dynacore::self_test::SelfTestResult;
 
 use super::options::ModelArgs;
 use super::{console, pull, session, text};
@@ -36,71 +37,154 @@ pub(super) fn run(args: &DoctorArgs, settings: &Settings) -> anyhow::Result<()> 
     let topology = Topology::detect();
     let device = session::device(settings)?;
     let info = device.info().clone();
-    let tests = if args.no_test { Vec::new() } else { cpu::self_test() };
-    let failed = tests.iter().filter(|t| !t.passed()).count();
-    let warnings = warnings(&topology, &info, failed);
-    let model = match &args.name {
-        Some(name) => Some(model_report(name, args, settings, &device)?),
-        None => None,
+    let tests = if args.no_test {
+        Vec::new()
+    } else {
+        cpu::self_test()
     };
-    let isas: Vec<&str> = Isa::ALL.iter().filter(|i| i.available()).map(|i| i.name()).collect();
+    let failed = tests.iter().filter(|t| !t.passed()).count();
+    let findings = Findings {
+        warnings: warnings(&topology, &info, failed),
+        topology,
+        info,
+        tested: !args.no_test,
+        tests,
+        failed,
+        model: match &args.name {
+            Some(name) => Some(model_report(name, args, settings, &device)?),
+            None => None,
+        },
+    };
     if args.json {
+        text::out(&format!("{}\n", serde_json::to_string_pretty(&findings.json())?))?;
+    } else {
+        findings.print()?;
+    }
+    anyhow::ensure!(
+        failed == 0,
+        "{failed} kernel cases differ from the reference on this machine; use --mode safe"
+    );
+    Ok(())
+}
+
+/// What was found out about this machine, and the model.
+struct Findings {
+    topology: Topology,
+    info: dynacore::DeviceInfo,
+    tested: bool,
+    tests: Vec<SelfTestResult>,
+    failed: usize,
+    warnings: Vec<String>,
+    model: Option<Report>,
+}
+
+impl Findings {
+    /// Kernel tables that run here.
+    fn isas(&self) -> Vec<&'static str> {
+        Isa::ALL
+            .iter()
+            .filter(|i| i.available())
+            .map(|i| i.name())
+            .collect()
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let (topology, info) = (&self.topology, &self.info);
         let mut report = serde_json::json!({
             "version": env!("CARGO_PKG_VERSION"),
             "cpu": {
                 "name": topology.model_name, "logical_cpus": topology.logical_cpus,
                 "allowed_cpus": topology.allowed_cpus, "physical_cores": topology.physical_cores,
                 "quota_cores": topology.quota_cores, "threads": info.units,
-                "tables": isas, "table": info.isa,
+                "tables": self.isas(), "table": info.isa,
             },
             "memory": {"total_bytes": topology.total_bytes(), "free_bytes": topology.free_bytes()},
             "gpus": [],
-            "self_test": {"cases": tests.len(), "failed": failed},
-            "warnings": warnings,
+            "self_test": {"cases": self.tests.len(), "failed": self.failed},
+            "warnings": self.warnings,
         });
-        if let Some(model) = &model {
+        if let Some(model) = &self.model {
             report["model"] = model.json.clone();
         }
-        text::out(&format!("{}\n", serde_json::to_string_pretty(&report)?))?;
-    } else {
-        let quota = topology.quota_cores.map_or_else(String::new, |q| format!(", quota {q:.2} cores"));
-        let mut rows = vec![
+        report
+    }
+
+    fn print(&self) -> anyhow::Result<()> {
+        let mut rows = self.machine();
+        if self.tested {
+            let verdict = if self.failed == 0 { "passed" } else { "FAILED" };
+            rows.push(vec![
+                "self-test".to_owned(),
+                format!(
+                    "{} of {} cases {verdict}",
+                    if self.failed == 0 {
+                        self.tests.len()
+                    } else {
+                        self.failed
+                    },
+                    self.tests.len()
+                ),
+            ]);
+        }
+        text::out(&console::table(&rows))?;
+        for t in self.tests.iter().filter(|t| !t.passed()) {
+            text::out(&format!(
+                "failed: {} on {}: error {:.1e}, allowed {:.1e}{}\n",
+                t.name,
+                t.isa,
+                t.error,
+                t.tolerance,
+                t.failure
+                    .as_deref()
+                    .map_or_else(String::new, |f| format!(" ({f})"))
+            ))?;
+        }
+        for warning in &self.warnings {
+            text::out(&format!("warning: {warning}\n"))?;
+        }
+        if let Some(model) = &self.model {
+            text::out(&format!("\n{}", model.text))?;
+        }
+        Ok(())
+    }
+
+    /// The machine as rows of a table.
+    fn machine(&self) -> Vec<Vec<String>> {
+        let quota = self
+            .topology
+            .quota_cores
+            .map_or_else(String::new, |q| format!(", quota {q:.2} cores"));
+        vec![
             vec!["version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()],
-            vec!["cpu".to_owned(), topology.model_name.clone()],
+            vec!["cpu".to_owned(), self.topology.model_name.clone()],
             vec![
                 "cores".to_owned(),
                 format!(
                     "{} CPUs, {} of them allowed, {} physical cores{quota}; {} worker threads",
-                    topology.logical_cpus, topology.allowed_cpus, topology.physical_cores, info.units
+                    self.topology.logical_cpus,
+                    self.topology.allowed_cpus,
+                    self.topology.physical_cores,
+                    self.info.units
                 ),
             ],
-            vec!["kernels".to_owned(), format!("{} (of {})", info.isa, isas.join(", "))],
+            vec![
+                "kernels".to_owned(),
+                format!("{} (of {})", self.info.isa, self.isas().join(", ")),
+            ],
             vec![
                 "memory".to_owned(),
-                format!("{} free of {}", console::bytes(topology.free_bytes()), console::bytes(topology.total_bytes())),
+                format!(
+                    "{} free of {}",
+                    console::bytes(self.topology.free_bytes()),
+                    console::bytes(self.topology.total_bytes())
+                ),
             ],
-            vec!["gpu".to_owned(), "none: this build has the CPU device only".to_owned()],
-        ];
-        if !args.no_test {
-            let verdict = if failed == 0 { "passed" } else { "FAILED" };
-            rows.push(vec![
-                "self-test".to_owned(),
-                format!("{} of {} cases {verdict}", if failed == 0 { tests.len() } else { failed }, tests.len()),
-            ]);
-        }
-        text::out(&console::table(&rows))?;
-        for t in tests.iter().filter(|t| !t.passed()) {
-            text::out(&format!("failed: {} on {}: error {:.1e}, allowed {:.1e}{}\n", t.name, t.isa, t.error, t.tolerance, t.failure.as_deref().map_or_else(String::new, |f| format!(" ({f})"))))?;
-        }
-        for warning in &warnings {
-            text::out(&format!("warning: {warning}\n"))?;
-        }
-        if let Some(model) = &model {
-            text::out(&format!("\n{}", model.text))?;
-        }
+            vec![
+                "gpu".to_owned(),
+                "none: this build has the CPU device only".to_owned(),
+            ],
+        ]
     }
-    anyhow::ensure!(failed == 0, "{failed} kernel cases differ from the reference on this machine; use --mode safe");
-    Ok(())
 }
 
 fn warnings(topology: &Topology, info: &dynacore::DeviceInfo, failed: usize) -> Vec<String> {
@@ -116,7 +200,9 @@ fn warnings(topology: &Topology, info: &dynacore::DeviceInfo, failed: usize) -> 
         all.push("only the portable kernels are in use; a CPU with AVX2 is many times faster".to_owned());
     }
     if failed > 0 {
-        all.push("kernels compute wrong results here; please report this CPU, and use --mode safe".to_owned());
+        all.push(
+            "kernels compute wrong results here; please report this CPU, and use --mode safe".to_owned(),
+        );
     }
     all
 }
@@ -126,7 +212,12 @@ struct Report {
     json: serde_json::Value,
 }
 
-fn model_report(name: &str, args: &DoctorArgs, settings: &Settings, device: &dyn Device) -> anyhow::Result<Report> {
+fn model_report(
+    name: &str,
+    args: &DoctorArgs,
+    settings: &Settings,
+    device: &dyn Device,
+) -> anyhow::Result<Report> {
     let path = pull::find_or_pull(name, settings)?;
     let checkpoint = load::open(&path)?;
     let options = session::load_options(settings, 1, args.model.chat_template.as_deref())?;
@@ -134,16 +225,33 @@ fn model_report(name: &str, args: &DoctorArgs, settings: &Settings, device: &dyn
     let caches = checkpoint.graph.caches.clone();
     let facts = checkpoint.facts.clone();
     let plan = load::plan(checkpoint.graph, device, &options)?;
-    let free = device.free_bytes()?.saturating_sub(weights + plan.arena_bytes as u64);
+    let free = device
+        .free_bytes()?
+        .saturating_sub(weights + plan.arena_bytes as u64);
     let cache = load::size_cache(&caches, facts.trained_context, free, &options)?;
     let fits = free > cache.bytes as u64;
     let rows = vec![
-        vec!["model".to_owned(), format!("{} ({}, {})", facts.title, facts.architecture, facts.quantization)],
+        vec![
+            "model".to_owned(),
+            format!("{} ({}, {})", facts.title, facts.architecture, facts.quantization),
+        ],
         vec!["weights".to_owned(), console::bytes(weights)],
-        vec!["context".to_owned(), format!("{} of {} tokens", cache.max_context, facts.trained_context)],
-        vec!["cache".to_owned(), format!("{} when full", console::bytes(cache.bytes as u64))],
-        vec!["intermediates".to_owned(), console::bytes(plan.arena_bytes as u64)],
-        vec!["fits".to_owned(), if fits { "yes, on the cpu device" } else { "no" }.to_owned()],
+        vec![
+            "context".to_owned(),
+            format!("{} of {} tokens", cache.max_context, facts.trained_context),
+        ],
+        vec![
+            "cache".to_owned(),
+            format!("{} when full", console::bytes(cache.bytes as u64)),
+        ],
+        vec![
+            "intermediates".to_owned(),
+            console::bytes(plan.arena_bytes as u64),
+        ],
+        vec![
+            "fits".to_owned(),
+            if fits { "yes, on the cpu device" } else { "no" }.to_owned(),
+        ],
         vec!["steps".to_owned(), plan.steps.len().to_string()],
     ];
     let mut text = console::table(&rows);

@@ -1,8 +1,10 @@
 //! `dynalm inspect`: what a model file holds, without loading its weights.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use clap::Args;
+use dynacore::KvType;
 use dynair::CacheDecl;
 
 use super::options::Flags;
@@ -10,6 +12,7 @@ use super::{console, pull, session, text};
 use crate::format::value::Value;
 use crate::load::{self, Checkpoint};
 use crate::settings::Settings;
+use crate::text::Tokenizer;
 
 /// Longest value shown for a metadata key, characters.
 const SHOWN: usize = 100;
@@ -40,7 +43,9 @@ pub(super) struct InspectArgs {
 impl InspectArgs {
     pub(super) fn flags(&self) -> Flags {
         let all = [(&self.ctx, "ctx", "ctx"), (&self.kv, "kv", "kv")];
-        all.into_iter().filter_map(|(v, key, flag)| Some((key, v.clone()?, flag))).collect()
+        all.into_iter()
+            .filter_map(|(v, key, flag)| Some((key, v.clone()?, flag)))
+            .collect()
     }
 }
 
@@ -49,29 +54,74 @@ pub(super) fn run(args: &InspectArgs, settings: &Settings) -> anyhow::Result<()>
     let checkpoint = load::open(&path)?;
     let (tokenizer, template) = load::texts(&checkpoint.gguf, None)?;
     let options = session::load_options(settings, 1, None)?;
-    let facts = &checkpoint.facts;
-    let context = options.ctx.unwrap_or(facts.trained_context);
-    let one = load::LoadOptions { ctx: Some(context), kv_tokens: Some(context), ..options };
-    let cache = load::size_cache(&checkpoint.graph.caches, facts.trained_context, u64::MAX >> 1, &one)?;
-    let weights: usize = checkpoint.gguf.tensors().iter().map(|t| t.bytes()).sum();
+    let trained = checkpoint.facts.trained_context;
+    let context = options.ctx.unwrap_or(trained);
+    let one = load::LoadOptions {
+        ctx: Some(context),
+        kv_tokens: Some(context),
+        ..options
+    };
+    let cache = load::size_cache(&checkpoint.graph.caches, trained, u64::MAX >> 1, &one)?;
     let mut by_type: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
     for t in checkpoint.gguf.tensors() {
         let entry = by_type.entry(t.dtype.name()).or_default();
         entry.0 += 1;
         entry.1 += t.bytes();
     }
+    let findings = Findings {
+        path: &path,
+        checkpoint: &checkpoint,
+        tokenizer: &tokenizer,
+        chat: template.is_some(),
+        context,
+        kv: one.kv,
+        weights: checkpoint.gguf.tensors().iter().map(|t| t.bytes()).sum(),
+        cache_bytes: cache.bytes,
+        by_type,
+    };
     if args.json {
-        let types: serde_json::Map<_, _> = by_type
+        let all = findings.json(args);
+        return text::out(&format!("{}\n", serde_json::to_string_pretty(&all)?));
+    }
+    findings.print(args)
+}
+
+/// What a file holds and needs.
+struct Findings<'a> {
+    path: &'a Path,
+    checkpoint: &'a Checkpoint,
+    tokenizer: &'a Tokenizer,
+    /// Whether there is a chat template.
+    chat: bool,
+    /// Tokens the cache is stated for.
+    context: usize,
+    kv: KvType,
+    weights: usize,
+    cache_bytes: usize,
+    /// Tensors and bytes of each type.
+    by_type: BTreeMap<&'a str, (usize, usize)>,
+}
+
+impl Findings<'_> {
+    fn json(&self, args: &InspectArgs) -> serde_json::Value {
+        let (checkpoint, facts) = (self.checkpoint, &self.checkpoint.facts);
+        let types: serde_json::Map<_, _> = self
+            .by_type
             .iter()
-            .map(|(name, (n, bytes))| ((*name).to_owned(), serde_json::json!({"tensors": n, "bytes": bytes})))
+            .map(|(name, (n, bytes))| {
+                (
+                    (*name).to_owned(),
+                    serde_json::json!({"tensors": n, "bytes": bytes}),
+                )
+            })
             .collect();
         let mut all = serde_json::json!({
-            "path": path, "title": facts.title, "architecture": facts.architecture,
+            "path": self.path, "title": facts.title, "architecture": facts.architecture,
             "parameters": facts.parameters, "quantization": facts.quantization, "file_bytes": facts.file_bytes,
             "layers": checkpoint.spec.layers.len(), "hidden_size": checkpoint.spec.hidden_size,
             "vocab_size": checkpoint.spec.vocab_size, "trained_context": facts.trained_context,
-            "types": types, "chat_template": template.is_some(),
-            "memory": {"context": context, "weights": weights, "cache": cache.bytes, "cache_type": one.kv.name()},
+            "types": types, "chat_template": self.chat,
+            "memory": {"context": self.context, "weights": self.weights, "cache": self.cache_bytes, "cache_type": self.kv.name()},
         });
         if args.metadata {
             all["metadata"] = checkpoint
@@ -90,45 +140,64 @@ pub(super) fn run(args: &InspectArgs, settings: &Settings) -> anyhow::Result<()>
                 .map(|t| serde_json::json!({"name": t.name, "type": t.dtype.name(), "shape": t.dims, "bytes": t.bytes()}))
                 .collect();
         }
-        return text::out(&format!("{}\n", serde_json::to_string_pretty(&all)?));
+        all
     }
-    let mut rows = vec![
-        vec!["file".to_owned(), path.display().to_string()],
-        vec!["name".to_owned(), facts.title.clone()],
-        vec!["architecture".to_owned(), facts.architecture.clone()],
-        vec!["parameters".to_owned(), console::parameters(facts.parameters)],
-        vec!["quantisation".to_owned(), facts.quantization.clone()],
-        vec!["size".to_owned(), console::bytes(facts.file_bytes)],
-        vec!["layers".to_owned(), layers(&checkpoint)],
-        vec!["context".to_owned(), format!("{} tokens", facts.trained_context)],
-        vec![
-            "vocabulary".to_owned(),
-            format!("{} tokens, {} end a turn", tokenizer.vocab().len(), tokenizer.vocab().eog_tokens().len()),
-        ],
-        vec!["chat template".to_owned(), if template.is_some() { "yes" } else { "none" }.to_owned()],
-        vec![
-            "memory".to_owned(),
-            format!(
-                "weights {}, cache {} for {context} tokens ({})",
-                console::bytes(weights as u64),
-                console::bytes(cache.bytes as u64),
-                one.kv
-            ),
-        ],
-    ];
-    for (name, (n, bytes)) in &by_type {
-        rows.push(vec![format!("type {name}"), format!("{n} tensors, {}", console::bytes(*bytes as u64))]);
+
+    fn print(&self, args: &InspectArgs) -> anyhow::Result<()> {
+        let (checkpoint, facts) = (self.checkpoint, &self.checkpoint.facts);
+        let mut rows = vec![
+            vec!["file".to_owned(), self.path.display().to_string()],
+            vec!["name".to_owned(), facts.title.clone()],
+            vec!["architecture".to_owned(), facts.architecture.clone()],
+            vec!["parameters".to_owned(), console::parameters(facts.parameters)],
+            vec!["quantisation".to_owned(), facts.quantization.clone()],
+            vec!["size".to_owned(), console::bytes(facts.file_bytes)],
+            vec!["layers".to_owned(), layers(checkpoint)],
+            vec!["context".to_owned(), format!("{} tokens", facts.trained_context)],
+            vec![
+                "vocabulary".to_owned(),
+                format!(
+                    "{} tokens, {} end a turn",
+                    self.tokenizer.vocab().len(),
+                    self.tokenizer.vocab().eog_tokens().len()
+                ),
+            ],
+            vec![
+                "chat template".to_owned(),
+                if self.chat { "yes" } else { "none" }.to_owned(),
+            ],
+            vec![
+                "memory".to_owned(),
+                format!(
+                    "weights {}, cache {} for {} tokens ({})",
+                    console::bytes(self.weights as u64),
+                    console::bytes(self.cache_bytes as u64),
+                    self.context,
+                    self.kv
+                ),
+            ],
+        ];
+        for (name, (n, bytes)) in &self.by_type {
+            rows.push(vec![
+                format!("type {name}"),
+                format!("{n} tensors, {}", console::bytes(*bytes as u64)),
+            ]);
+        }
+        text::out(&console::table(&rows))?;
+        if args.metadata {
+            let rows: Vec<_> = checkpoint
+                .gguf
+                .metadata()
+                .iter()
+                .map(|(key, value)| vec![key.to_owned(), short(value)])
+                .collect();
+            text::out(&format!("\n{}", console::table(&rows)))?;
+        }
+        if args.tensors {
+            text::out(&format!("\n{}", console::table(&tensor_rows(checkpoint))))?;
+        }
+        Ok(())
     }
-    text::out(&console::table(&rows))?;
-    if args.metadata {
-        let rows: Vec<_> =
-            checkpoint.gguf.metadata().iter().map(|(key, value)| vec![key.to_owned(), short(value)]).collect();
-        text::out(&format!("\n{}", console::table(&rows)))?;
-    }
-    if args.tensors {
-        text::out(&format!("\n{}", console::table(&tensor_rows(&checkpoint))))?;
-    }
-    Ok(())
 }
 
 fn layers(checkpoint: &Checkpoint) -> String {
@@ -144,18 +213,30 @@ fn layers(checkpoint: &Checkpoint) -> String {
         })
         .collect::<Vec<_>>();
     let heads = attn.map_or_else(String::new, |a| {
-        format!(", {} query and {} key/value heads of {}", a.num_heads, a.num_kv_heads, a.head_dim)
+        format!(
+            ", {} query and {} key/value heads of {}",
+            a.num_heads, a.num_kv_heads, a.head_dim
+        )
     });
     let window = match windowed.first() {
         Some(w) => format!(", {} of them see {w} tokens", windowed.len()),
         None => String::new(),
     };
-    format!("{} of width {}{heads}{window}", spec.layers.len(), spec.hidden_size)
+    format!(
+        "{} of width {}{heads}{window}",
+        spec.layers.len(),
+        spec.hidden_size
+    )
 }
 
 fn tensor_rows(checkpoint: &Checkpoint) -> Vec<Vec<String>> {
     let row = |t: &crate::format::gguf::Tensor| {
-        vec![t.name.clone(), t.dtype.name().to_owned(), format!("{:?}", t.dims), t.bytes().to_string()]
+        vec![
+            t.name.clone(),
+            t.dtype.name().to_owned(),
+            format!("{:?}", t.dims),
+            t.bytes().to_string(),
+        ]
     };
     checkpoint.gguf.tensors().iter().map(row).collect()
 }

@@ -32,21 +32,42 @@ pub(super) struct RmArgs {
 }
 
 pub(super) fn list(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
-    if args.available { available(args, settings) } else { local(args, settings) }
+    if args.available {
+        available(args, settings)
+    } else {
+        local(args, settings)
+    }
 }
 
 fn local(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
     let models = source::list(&pull::source_config(settings))?;
-    let mut rows = vec![["NAME", "ARCHITECTURE", "PARAMETERS", "TYPE", "SIZE", "CONTEXT", "STATE"].map(str::to_owned).to_vec()];
+    let mut rows = vec![
+        [
+            "NAME",
+            "ARCHITECTURE",
+            "PARAMETERS",
+            "TYPE",
+            "SIZE",
+            "CONTEXT",
+            "STATE",
+        ]
+        .map(str::to_owned)
+        .to_vec(),
+    ];
     let mut all = Vec::new();
     for model in &models {
-        let opened = if model.complete { load::open(model.path()).map_err(|e| e.to_string()) } else { Err("incomplete".to_owned()) };
+        let opened = if model.complete {
+            load::open(model.path()).map_err(|e| e.to_string())
+        } else {
+            Err("incomplete".to_owned())
+        };
         let state = match &opened {
             Ok(_) => "ready".to_owned(),
             Err(problem) => problem.clone(),
         };
         let facts = opened.ok().map(|c| c.facts);
-        let or_dash = |f: &dyn Fn(&load::ModelFacts) -> String| facts.as_ref().map_or_else(|| "-".to_owned(), f);
+        let or_dash =
+            |f: &dyn Fn(&load::ModelFacts) -> String| facts.as_ref().map_or_else(|| "-".to_owned(), f);
         rows.push(vec![
             model.name.clone(),
             or_dash(&|f| f.architecture.clone()),
@@ -68,7 +89,9 @@ fn local(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
         return text::out(&format!("{}\n", serde_json::Value::from(all)));
     }
     if models.is_empty() {
-        console::note("no local models; `dynalm pull smollm2:135m` fetches a small one, `models --available` lists more");
+        console::note(
+            "no local models; `dynalm pull smollm2:135m` fetches a small one, `models --available` lists more",
+        );
         return Ok(());
     }
     text::out(&console::table(&rows))
@@ -77,7 +100,11 @@ fn local(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
 fn available(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
     let config = pull::source_config(settings);
     let free = dynacore::cpu::Topology::detect().free_bytes();
-    let mut rows = vec![["NAME", "PARAMETERS", "TYPE", "FROM", "HERE"].map(str::to_owned).to_vec()];
+    let mut rows = vec![
+        ["NAME", "PARAMETERS", "TYPE", "FROM", "HERE"]
+            .map(str::to_owned)
+            .to_vec(),
+    ];
     let mut all = Vec::new();
     for entry in source::catalog() {
         let here = source::find_local(entry.name, &config).ok().flatten().is_some();
@@ -120,7 +147,10 @@ pub(super) fn remove(args: &RmArgs, settings: &Settings) -> anyhow::Result<()> {
     for name in &args.names {
         if !args.yes {
             if !std::io::stdin().is_terminal() {
-                return Err(Usage(format!("rm {name}: nobody to ask here; -y deletes without asking")).into());
+                return Err(Usage(format!(
+                    "rm {name}: nobody to ask here; -y deletes without asking"
+                ))
+                .into());
             }
             let mut stderr = std::io::stderr();
             write!(stderr, "delete {name}? [y/N] ")?;
@@ -133,7 +163,10 @@ pub(super) fn remove(args: &RmArgs, settings: &Settings) -> anyhow::Result<()> {
             }
         }
         let freed = source::remove(name, &config)?;
-        console::note(format_args!("deleted {name}, {} are free again", console::bytes(freed)));
+        console::note(format_args!(
+            "deleted {name}, {} are free again",
+            console::bytes(freed)
+        ));
     }
     Ok(())
 }

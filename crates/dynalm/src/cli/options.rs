@@ -42,7 +42,11 @@ impl GlobalArgs {
             _ => Some("debug"),
         };
         if let Some(level) = level {
-            flags.push(("log_level", level.to_owned(), if self.quiet { "quiet" } else { "verbose" }));
+            flags.push((
+                "log_level",
+                level.to_owned(),
+                if self.quiet { "quiet" } else { "verbose" },
+            ));
         }
         if let Some(level) = &self.log_level {
             flags.push(("log_level", level.clone(), "log-level"));
@@ -107,7 +111,10 @@ impl ModelArgs {
             return Err(Usage("--gpu: this build has no GPU device; use --cpu".to_owned()).into());
         }
         if let Some(n) = self.device.filter(|n| *n != 0) {
-            return Err(Usage(format!("--device {n}: the only device of this build is the CPU, number 0")).into());
+            return Err(Usage(format!(
+                "--device {n}: the only device of this build is the CPU, number 0"
+            ))
+            .into());
         }
         for (value, key, flag) in [
             (&self.mode, "mode", "mode"),
@@ -183,7 +190,9 @@ pub(super) struct SamplingArgs {
 }
 
 fn parse_bias(text: &str) -> Result<(u32, f32), String> {
-    let (id, bias) = text.split_once('=').ok_or("expected ID=BIAS, for example 42=-100")?;
+    let (id, bias) = text
+        .split_once('=')
+        .ok_or("expected ID=BIAS, for example 42=-100")?;
     Ok((
         id.parse().map_err(|_| format!("`{id}` is no token id"))?,
         bias.parse().map_err(|_| format!("`{bias}` is no number"))?,
@@ -193,14 +202,21 @@ fn parse_bias(text: &str) -> Result<(u32, f32), String> {
 impl SamplingArgs {
     /// What ends a reply.
     pub(super) fn end(&self) -> End {
-        End { max_tokens: self.max_tokens, stop: self.stop.clone() }
+        End {
+            max_tokens: self.max_tokens,
+            stop: self.stop.clone(),
+        }
     }
 
     /// `defaults` with every option that was given.
     ///
     /// # Errors
     /// Bad usage if a value is out of range.
-    pub(super) fn over(&self, defaults: &SamplingParams, vocab_size: usize) -> anyhow::Result<SamplingParams> {
+    pub(super) fn over(
+        &self,
+        defaults: &SamplingParams,
+        vocab_size: usize,
+    ) -> anyhow::Result<SamplingParams> {
         let mut p = defaults.clone();
         fn set<T: Copy>(field: &mut T, value: Option<T>) {
             if let Some(value) = value {

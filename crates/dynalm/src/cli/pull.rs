@@ -29,7 +29,8 @@ pub(super) struct PullArgs {
 
 /// Where models come from, by settings and the tools' own variables.
 pub(super) fn source_config(settings: &Settings) -> SourceConfig {
-    let mut config = SourceConfig::from_environment(&|name| settings.environment().get(name).map(str::to_owned));
+    let mut config =
+        SourceConfig::from_environment(&|name| settings.environment().get(name).map(str::to_owned));
     if let Some(dir) = settings.path("models_dir") {
         config.models_dir = dir;
     }
@@ -63,7 +64,11 @@ impl Progress for Display<'_> {
             Event::Begin { file, done, total } => {
                 self.close();
                 let size = total.map_or_else(String::new, |t| format!(" ({})", console::bytes(t)));
-                let resumed = if done > 0 { format!(", {} are there", console::bytes(done)) } else { String::new() };
+                let resumed = if done > 0 {
+                    format!(", {} are there", console::bytes(done))
+                } else {
+                    String::new()
+                };
                 if self.settings.text("log_level") != "error" {
                     console::note(format_args!("pulling {file}{size}{resumed}"));
                 }

@@ -28,7 +28,13 @@ pub(super) struct RunArgs {
     #[arg(value_name = "PROMPT")]
     prompt: Option<String>,
     /// The prompt
-    #[arg(short = 'p', long = "prompt", value_name = "TEXT", conflicts_with = "prompt", allow_hyphen_values = true)]
+    #[arg(
+        short = 'p',
+        long = "prompt",
+        value_name = "TEXT",
+        conflicts_with = "prompt",
+        allow_hyphen_values = true
+    )]
     text: Option<String>,
     /// File with the prompt
     #[arg(short, long, value_name = "FILE", conflicts_with_all = ["prompt", "text"])]
@@ -65,7 +71,13 @@ pub(super) fn run(args: &RunArgs, settings: &Settings) -> anyhow::Result<()> {
             messages.push(Message::new("system", system));
         }
         messages.push(Message::new("user", &prompt));
-        session.chat_tokens(&messages, &RenderOptions { add_generation_prompt: true, ..RenderOptions::default() })?
+        session.chat_tokens(
+            &messages,
+            &RenderOptions {
+                add_generation_prompt: true,
+                ..RenderOptions::default()
+            },
+        )?
     };
     let mut out = std::io::stdout().lock();
     let mut on_text = |piece: &str| -> anyhow::Result<bool> {
@@ -121,7 +133,11 @@ fn prompt(args: &RunArgs) -> anyhow::Result<String> {
     let stdin = std::io::stdin();
     let prompt = match given {
         None if stdin.is_terminal() => {
-            return Err(Usage(format!("no prompt: dynalm run {} \"…\", or `chat` for a conversation", args.name)).into());
+            return Err(Usage(format!(
+                "no prompt: dynalm run {} \"…\", or `chat` for a conversation",
+                args.name
+            ))
+            .into());
         }
         None => piped(None)?,
         Some(text) if args.file.is_some() || stdin.is_terminal() => text,

@@ -98,10 +98,17 @@ pub(super) fn run(args: &ServeArgs, settings: &Settings) -> anyhow::Result<()> {
             parameters: facts.parameters,
             file_bytes: facts.file_bytes,
         };
-        console::note(format_args!("serving `{served}`, window {} tokens", model.max_context));
+        console::note(format_args!(
+            "serving `{served}`, window {} tokens",
+            model.max_context
+        ));
         Ok(ModelToServe {
             name: served,
-            aliases: if alias.is_some() { Vec::new() } else { vec![name.clone()] },
+            aliases: if alias.is_some() {
+                Vec::new()
+            } else {
+                vec![name.clone()]
+            },
             template: model.template.clone(),
             defaults: model.defaults.clone(),
             info,
@@ -151,11 +158,18 @@ fn config(settings: &Settings) -> anyhow::Result<ServerConfig> {
     if let Some(path) = settings.path("server.api_key_file") {
         let text = std::fs::read_to_string(&path)
             .with_context(|| format!("cannot read the API keys in `{}`", path.display()))?;
-        let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
+        let lines = text
+            .lines()
+            .map(str::trim)
+            .filter(|l| !l.is_empty() && !l.starts_with('#'));
         keys.extend(lines.map(str::to_owned));
         anyhow::ensure!(!keys.is_empty(), "`{}` holds no API key", path.display());
     }
-    let number = |key: &str| settings.integer(key).with_context(|| format!("{key} is a number"));
+    let number = |key: &str| {
+        settings
+            .integer(key)
+            .with_context(|| format!("{key} is a number"))
+    };
     Ok(ServerConfig {
         host,
         port: u16::try_from(number("server.port")?).context("a port is at most 65535")?,

@@ -12,7 +12,9 @@ use dynacore::cpu::{CpuDevice, CpuOptions, Mode};
 
 use super::options::ModelArgs;
 use super::{Usage, console, pull};
-use crate::engine::{EngineConfig, EngineHandle, EngineModel, Event, FinishReason, Request, Timings, Usage as Tokens};
+use crate::engine::{
+    EngineConfig, EngineHandle, EngineModel, Event, FinishReason, Request, Timings, Usage as Tokens,
+};
 use crate::load::{self, LoadOptions, LoadedModel, ModelFacts};
 use crate::metrics::Metrics;
 use crate::sample::params::{SamplingParams, TokenId};
@@ -63,7 +65,9 @@ pub(super) struct Outcome {
 pub(super) fn fresh_seed() -> u64 {
     use std::hash::{BuildHasher, Hasher};
     // The standard library's hasher keys come from the system's random source.
-    std::collections::hash_map::RandomState::new().build_hasher().finish()
+    std::collections::hash_map::RandomState::new()
+        .build_hasher()
+        .finish()
 }
 
 /// The device that the settings ask for.
@@ -73,7 +77,11 @@ pub(super) fn device(settings: &Settings) -> anyhow::Result<CpuDevice> {
         "safe" => Mode::Safe,
         _ => Mode::Auto,
     };
-    Ok(CpuDevice::new(&CpuOptions { threads: settings.integer("threads"), mode, isa: None })?)
+    Ok(CpuDevice::new(&CpuOptions {
+        threads: settings.integer("threads"),
+        mode,
+        isa: None,
+    })?)
 }
 
 /// Loading options from the settings; `template` is `--chat-template`.
@@ -91,7 +99,8 @@ pub(super) fn load_options(
     };
     let template = match template {
         Some(name) if std::path::Path::new(name).is_file() => Some(
-            std::fs::read_to_string(name).with_context(|| format!("cannot read the chat template `{name}`"))?,
+            std::fs::read_to_string(name)
+                .with_context(|| format!("cannot read the chat template `{name}`"))?,
         ),
         other => other.map(str::to_owned),
     };
@@ -99,7 +108,9 @@ pub(super) fn load_options(
         ctx: settings.integer("ctx"),
         kv,
         kv_tokens: settings.integer("kv_tokens"),
-        batch_tokens: settings.integer("batch_tokens").unwrap_or(LoadOptions::default().batch_tokens),
+        batch_tokens: settings
+            .integer("batch_tokens")
+            .unwrap_or(LoadOptions::default().batch_tokens),
         max_seqs,
         template,
     })
@@ -121,7 +132,12 @@ pub(super) fn engine_model(model: LoadedModel) -> EngineModel {
 impl Session {
     /// Finds or pulls the model, loads it and starts the engine. `greedy` is the default where the model publishes no
     /// temperature.
-    pub(super) fn open(name: &str, args: &ModelArgs, settings: &Settings, greedy: bool) -> anyhow::Result<Session> {
+    pub(super) fn open(
+        name: &str,
+        args: &ModelArgs,
+        settings: &Settings,
+        greedy: bool,
+    ) -> anyhow::Result<Session> {
         let path: PathBuf = pull::find_or_pull(name, settings)?;
         let device = device(settings)?;
         let options = load_options(settings, 1, args.chat_template.as_deref())?;
@@ -132,7 +148,10 @@ impl Session {
         }
         let (tokenizer, template) = (Arc::clone(&model.tokenizer), model.template.clone());
         let (max_context, vocab_size, facts) = (model.max_context, model.vocab_size, model.facts.clone());
-        let config = EngineConfig { prefix_cache: settings.flag("prefix_cache"), ..EngineConfig::default() };
+        let config = EngineConfig {
+            prefix_cache: settings.flag("prefix_cache"),
+            ..EngineConfig::default()
+        };
         let failed = |why: &str| tracing::error!("the engine has failed: {why}");
         let (engine, thread) =
             EngineHandle::spawn(engine_model(model), &config, Arc::new(Metrics::default()), failed)?;
@@ -149,7 +168,11 @@ impl Session {
     }
 
     /// The tokens of a conversation. Without a template a single user message is continued as plain text.
-    pub(super) fn chat_tokens(&self, messages: &[Message], options: &RenderOptions) -> anyhow::Result<Vec<TokenId>> {
+    pub(super) fn chat_tokens(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+    ) -> anyhow::Result<Vec<TokenId>> {
         let Some(template) = &self.template else {
             anyhow::bail!(
                 "`{}` has no chat template; give one with --chat-template, or use `run --raw` to continue plain text",
@@ -204,12 +227,22 @@ impl Session {
             let event = events.recv().context("the engine stopped without an answer")?;
             let piece = match event {
                 Event::Token { text, .. } => text,
-                Event::Finished { reason, text: rest, usage, timings } => {
+                Event::Finished {
+                    reason,
+                    text: rest,
+                    usage,
+                    timings,
+                } => {
                     if !rest.is_empty() {
                         text.push_str(&rest);
                         on_text(&rest)?;
                     }
-                    return Ok(Outcome { text, reason, usage, timings });
+                    return Ok(Outcome {
+                        text,
+                        reason,
+                        usage,
+                        timings,
+                    });
                 }
                 Event::Failed(error) => return Err(error.into()),
                 Event::Admitted { .. } | Event::PromptLogprobs(_) => continue,
@@ -219,8 +252,16 @@ impl Session {
             if !go_on || interrupts::seen() {
                 engine.abort(id);
                 stop.store(true, Ordering::Relaxed);
-                let usage = Tokens { prompt_tokens: prompt_len, ..Tokens::default() };
-                return Ok(Outcome { text, reason: FinishReason::Cancelled, usage, timings: Timings::default() });
+                let usage = Tokens {
+                    prompt_tokens: prompt_len,
+                    ..Tokens::default()
+                };
+                return Ok(Outcome {
+                    text,
+                    reason: FinishReason::Cancelled,
+                    usage,
+                    timings: Timings::default(),
+                });
             }
         }
     }
@@ -242,13 +283,22 @@ impl Drop for Session {
 /// One line about a reply's cost.
 pub(super) fn stats_line(outcome: &Outcome) -> String {
     let (usage, timings) = (&outcome.usage, &outcome.timings);
-    let rate = |n: usize, s: f64| if s > 0.0 { format!("{:.1} tok/s", n as f64 / s) } else { "-".to_owned() };
+    let rate = |n: usize, s: f64| {
+        if s > 0.0 {
+            format!("{:.1} tok/s", n as f64 / s)
+        } else {
+            "-".to_owned()
+        }
+    };
     format!(
         "prompt {} tokens ({} cached) in {:.2} s, {}; reply {} tokens in {:.2} s, {}",
         usage.prompt_tokens,
         usage.cached_tokens,
         timings.prefill_s,
-        rate(usage.prompt_tokens - usage.cached_tokens.min(usage.prompt_tokens), timings.prefill_s),
+        rate(
+            usage.prompt_tokens - usage.cached_tokens.min(usage.prompt_tokens),
+            timings.prefill_s
+        ),
         usage.completion_tokens,
         timings.decode_s,
         rate(usage.completion_tokens.saturating_sub(1), timings.decode_s),
@@ -263,7 +313,10 @@ pub(super) mod interrupts {
 
     /// From now on Ctrl-C is counted instead of ending the process; a third one in a row ends it at once.
     pub(in crate::cli) fn watch() -> anyhow::Result<()> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()?;
         runtime.spawn(async {
             while tokio::signal::ctrl_c().await.is_ok() {
                 if SEEN.fetch_add(1, Ordering::Relaxed) >= 2 {

@@ -89,14 +89,21 @@ pub(super) fn read_file(path: &Path) -> anyhow::Result<String> {
 /// What `reader` gives up to its end, within bounds.
 fn read_text(what: &str, reader: impl Read) -> anyhow::Result<String> {
     let mut bytes = Vec::new();
-    reader.take(MAX_INPUT + 1).read_to_end(&mut bytes).with_context(|| format!("cannot read {what}"))?;
+    reader
+        .take(MAX_INPUT + 1)
+        .read_to_end(&mut bytes)
+        .with_context(|| format!("cannot read {what}"))?;
     checked(what, bytes)
 }
 
 /// Bytes from outside as text: UTF-8 of a bearable size.
 pub(super) fn checked(what: &str, bytes: Vec<u8>) -> anyhow::Result<String> {
     if bytes.len() as u64 > MAX_INPUT {
-        return Err(Usage(format!("{what} has more than {} MiB; give less text", MAX_INPUT >> 20)).into());
+        return Err(Usage(format!(
+            "{what} has more than {} MiB; give less text",
+            MAX_INPUT >> 20
+        ))
+        .into());
     }
     String::from_utf8(bytes).map_err(|e| Usage(format!("{what} is not UTF-8: {e}")).into())
 }
@@ -105,7 +112,9 @@ fn input(text: Option<&String>, file: Option<&PathBuf>) -> anyhow::Result<String
     match (text, file) {
         (Some(text), _) => Ok(text.clone()),
         (_, Some(path)) => read_file(path),
-        _ if std::io::stdin().is_terminal() => Err(Usage("no text: give one or pipe it in".to_owned()).into()),
+        _ if std::io::stdin().is_terminal() => {
+            Err(Usage("no text: give one or pipe it in".to_owned()).into())
+        }
         _ => read_text("standard input", std::io::stdin().lock()),
     }
 }
@@ -114,8 +123,16 @@ pub(super) fn tokenize(args: &TokenizeArgs, settings: &Settings) -> anyhow::Resu
     let text = input(args.text.as_ref(), args.file.as_ref())?;
     let gguf = Gguf::open(&pull::find_or_pull(&args.name, settings)?)?;
     let (tokenizer, _) = load::texts(&gguf, None)?;
-    let piece = if args.special { Piece::Template(&text) } else { Piece::Text(&text) };
-    let add = if args.no_add { AddSpecial::default() } else { tokenizer.default_special() };
+    let piece = if args.special {
+        Piece::Template(&text)
+    } else {
+        Piece::Text(&text)
+    };
+    let add = if args.no_add {
+        AddSpecial::default()
+    } else {
+        tokenizer.default_special()
+    };
     let ids = tokenizer.encode_with(&[piece], add)?;
     if args.json {
         return out(&format!("{}\n", serde_json::to_string(&ids)?));
@@ -133,13 +150,20 @@ pub(super) fn tokenize(args: &TokenizeArgs, settings: &Settings) -> anyhow::Resu
 pub(super) fn detokenize(args: &DetokenizeArgs, settings: &Settings) -> anyhow::Result<()> {
     let ids = if args.ids.is_empty() {
         let text = input(None, None)?;
-        serde_json::from_str(&text).map_err(|e| Usage(format!("standard input is no JSON array of token ids: {e}")))?
+        serde_json::from_str(&text)
+            .map_err(|e| Usage(format!("standard input is no JSON array of token ids: {e}")))?
     } else {
         args.ids.clone()
     };
     let gguf = Gguf::open(&pull::find_or_pull(&args.name, settings)?)?;
     let (tokenizer, _) = load::texts(&gguf, None)?;
-    let text = tokenizer.decode(&ids, DetokenizeOptions { specials: true, start: true })?;
+    let text = tokenizer.decode(
+        &ids,
+        DetokenizeOptions {
+            specials: true,
+            start: true,
+        },
+    )?;
     out(&format!("{text}\n"))
 }
 
@@ -147,7 +171,10 @@ pub(super) fn template(args: &TemplateArgs, settings: &Settings) -> anyhow::Resu
     let gguf = Gguf::open(&pull::find_or_pull(&args.name, settings)?)?;
     if args.source {
         let own: Option<&str> = gguf.metadata().get("tokenizer.chat_template")?;
-        return out(&format!("{}\n", own.with_context(|| format!("`{}` has no chat template", args.name))?));
+        return out(&format!(
+            "{}\n",
+            own.with_context(|| format!("`{}` has no chat template", args.name))?
+        ));
     }
     let given = super::session::load_options(settings, 1, args.chat_template.as_deref())?.template;
     let (tokenizer, template) = load::texts(&gguf, given.as_deref())?;
@@ -159,8 +186,10 @@ pub(super) fn template(args: &TemplateArgs, settings: &Settings) -> anyhow::Resu
         }
         None => messages(&input(None, None)?)?,
     };
-    let options =
-        RenderOptions { add_generation_prompt: !args.no_generation_prompt, ..RenderOptions::default() };
+    let options = RenderOptions {
+        add_generation_prompt: !args.no_generation_prompt,
+        ..RenderOptions::default()
+    };
     let prompt = template.render(&messages, None, &options, &tokenizer)?;
     let ids = tokenizer.encode(&prompt.pieces())?;
     out(&format!("{}\n", prompt.text()))?;
@@ -170,11 +199,13 @@ pub(super) fn template(args: &TemplateArgs, settings: &Settings) -> anyhow::Resu
 
 /// Messages from JSON: `[{"role": …, "content": …}, …]`.
 fn messages(text: &str) -> anyhow::Result<Vec<Message>> {
-    let all: Vec<serde_json::Value> =
-        serde_json::from_str(text).map_err(|e| Usage(format!("standard input is no JSON array of messages: {e}")))?;
+    let all: Vec<serde_json::Value> = serde_json::from_str(text)
+        .map_err(|e| Usage(format!("standard input is no JSON array of messages: {e}")))?;
     let mut messages = Vec::new();
     for (i, m) in all.iter().enumerate() {
-        let object = m.as_object().ok_or_else(|| Usage(format!("message {i} is no object")))?;
+        let object = m
+            .as_object()
+            .ok_or_else(|| Usage(format!("message {i} is no object")))?;
         let mut message = Message::new("", "");
         for (key, value) in object {
             match (key.as_str(), value) {
@@ -202,5 +233,9 @@ fn messages(text: &str) -> anyhow::Result<Vec<Message>> {
 fn tool_call(value: &serde_json::Value) -> Option<ToolCall> {
     let text = |v: &serde_json::Value, key: &str| v.get(key)?.as_str().map(str::to_owned);
     let function = value.get("function")?;
-    Some(ToolCall { id: text(value, "id"), name: text(function, "name")?, arguments: text(function, "arguments")? })
+    Some(ToolCall {
+        id: text(value, "id"),
+        name: text(function, "name")?,
+        arguments: text(function, "arguments")?,
+    })
 }

@@ -122,8 +122,8 @@ fn names_nobody_knows_are_refused_without_the_network() {
 fn unknown_variables_and_keys_name_the_nearest() {
     let home = Home::new();
     let mut command = home.command(&["config", "show"]);
-    command.env("DYNALM_THREDS", "2");
-    ended(command).refused(2, &["DYNALM_THREDS", "did you mean `DYNALM_THREADS`"]);
+    command.env("DYNALM_TREADS", "2");
+    ended(command).refused(2, &["DYNALM_TREADS", "did you mean `DYNALM_THREADS`"]);
     let mut command = home.command(&["config", "show"]);
     command.env("DYNALM_KV", "f8");
     ended(command).refused(2, &["DYNALM_KV", "f8", "f16, f32, q8_0"]);
