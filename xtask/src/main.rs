@@ -1,5 +1,6 @@
 //! Developer commands of the workspace: `cargo xtask <command>`.
 
+mod test;
 mod tidy;
 
 use clap::{Parser, Subcommand};
@@ -21,6 +22,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<std::ffi::OsString>,
     },
+    /// Run every test of the workspace, then the real `openai` client against the real server.
+    Test,
     /// Check floors, `unsafe` places, file and function sizes, file headers and documented variables.
     Tidy,
 }
@@ -28,6 +31,7 @@ enum Command {
 fn main() -> anyhow::Result<()> {
     match Args::parse().command {
         Command::MakeModel { args } => make_model(&args),
+        Command::Test => test::run(),
         Command::Tidy => tidy::run(),
     }
 }

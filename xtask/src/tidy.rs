@@ -42,7 +42,9 @@ struct Limits {
 
 /// Runs every check and fails with the list of findings.
 pub(crate) fn run() -> anyhow::Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask lies in the workspace")?;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .context("xtask lies in the workspace")?;
     let floors: Floors = toml::from_str(&std::fs::read_to_string(root.join("xtask/floors.toml"))?)?;
     let limits: Limits = toml::from_str(&std::fs::read_to_string(root.join("xtask/tidy.toml"))?)?;
     let mut findings = Vec::new();
@@ -57,7 +59,9 @@ pub(crate) fn run() -> anyhow::Result<()> {
     }
     let documented = std::fs::read_to_string(root.join("docs/cli.md")).unwrap_or_default();
     for v in variables.iter().filter(|v| !documented.contains(v.as_str())) {
-        findings.push(format!("docs/cli.md: variable {v} stands in the sources but not here"));
+        findings.push(format!(
+            "docs/cli.md: variable {v} stands in the sources but not here"
+        ));
     }
     if findings.is_empty() {
         println!("tidy: {} files in order", files.len());
@@ -73,11 +77,16 @@ fn sources(root: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![root.join("crates"), root.join("xtask"), root.join("fuzz")];
     while let Some(folder) = folders.pop() {
-        let Ok(entries) = std::fs::read_dir(&folder) else { continue };
+        let Ok(entries) = std::fs::read_dir(&folder) else {
+            continue;
+        };
         for entry in entries {
             let path = entry?.path();
             if path.is_dir() {
-                if path.file_name().is_none_or(|n| n != "target" && n != "node_modules") {
+                if path
+                    .file_name()
+                    .is_none_or(|n| n != "target" && n != "node_modules")
+                {
                     folders.push(path);
                 }
             } else if path.extension().is_some_and(|e| e == "rs") {
@@ -93,10 +102,14 @@ fn check_crates(root: &Path, floors: &Floors, findings: &mut Vec<String>) -> any
     for (name, allowed) in &floors.crates {
         let path = root.join("crates").join(name).join("Cargo.toml");
         let manifest: toml::Table = std::fs::read_to_string(&path)?.parse()?;
-        let Some(dependencies) = manifest.get("dependencies").and_then(|d| d.as_table()) else { continue };
+        let Some(dependencies) = manifest.get("dependencies").and_then(|d| d.as_table()) else {
+            continue;
+        };
         for dependency in dependencies.keys() {
             if floors.crates.contains_key(dependency) && !allowed.contains(dependency) {
-                findings.push(format!("crates/{name}/Cargo.toml: `{name}` must not depend on `{dependency}`"));
+                findings.push(format!(
+                    "crates/{name}/Cargo.toml: `{name}` must not depend on `{dependency}`"
+                ));
             }
         }
     }
@@ -111,12 +124,19 @@ fn check_file(
     findings: &mut Vec<String>,
 ) -> anyhow::Result<()> {
     let file = syn::parse_file(text).with_context(|| format!("{name} does not parse"))?;
-    if !text.trim_start_matches("#!/usr/bin/env").trim_start().starts_with("//!") {
+    if !text
+        .trim_start_matches("#!/usr/bin/env")
+        .trim_start()
+        .starts_with("//!")
+    {
         findings.push(format!("{name}: does not open with `//!`"));
     }
     let lines = text.lines().count();
     if lines > limits.max_file_lines && !limits.long_files.contains_key(name) {
-        findings.push(format!("{name}: {lines} lines, at most {}", limits.max_file_lines));
+        findings.push(format!(
+            "{name}: {lines} lines, at most {}",
+            limits.max_file_lines
+        ));
     }
     let test_file = name.contains("/tests/")
         || name.ends_with("/tests.rs")
@@ -124,17 +144,26 @@ fn check_file(
         || name.contains("/examples/")
         || name.starts_with("fuzz/")
         || name.starts_with("crates/testkit/");
-    let mut found = Found { test: test_file, ..Found::default() };
+    let mut found = Found {
+        test: test_file,
+        ..Found::default()
+    };
     found.visit_file(&file);
     for (function, length, line) in &found.functions {
         let key = format!("{name}:{function}");
         if *length > limits.max_function_lines && !limits.long_functions.contains_key(&key) {
             let most = limits.max_function_lines;
-            findings.push(format!("{name}:{line}: function `{function}` has {length} lines, at most {most}"));
+            findings.push(format!(
+                "{name}:{line}: function `{function}` has {length} lines, at most {most}"
+            ));
         }
     }
     if let Some(line) = found.unsafe_line
-        && !floors.unsafe_places.places.iter().any(|p| name.starts_with(p.as_str()))
+        && !floors
+            .unsafe_places
+            .places
+            .iter()
+            .any(|p| name.starts_with(p.as_str()))
     {
         findings.push(format!("{name}:{line}: `unsafe` may not stand here"));
     }
@@ -149,7 +178,10 @@ fn check_path(name: &str, path: &[String], line: usize, floors: &Floors, finding
     let names = |what: &str| joined == what || joined.starts_with(&format!("{what}::"));
     for (what, places) in &floors.only {
         if names(what) && !places.iter().any(|p| name.starts_with(p.as_str())) {
-            findings.push(format!("{name}:{line}: `{what}` may be named only in {}", places.join(", ")));
+            findings.push(format!(
+                "{name}:{line}: `{what}` may be named only in {}",
+                places.join(", ")
+            ));
         }
     }
     for (place, things) in &floors.never {
@@ -159,14 +191,18 @@ fn check_path(name: &str, path: &[String], line: usize, floors: &Floors, finding
             }
         }
     }
-    let Some(inside) = name.strip_prefix("crates/dynalm/src/") else { return };
+    let Some(inside) = name.strip_prefix("crates/dynalm/src/") else {
+        return;
+    };
     let module = inside.split(['/', '.']).next().unwrap_or_default();
     let target = match path.first().map(String::as_str) {
         Some("crate") => path.get(1),
         Some("dynalm") if module == "main" => path.get(1),
         _ => None,
     };
-    let (Some(target), Some(own)) = (target, floors.dynalm.get(module)) else { return };
+    let (Some(target), Some(own)) = (target, floors.dynalm.get(module)) else {
+        return;
+    };
     let Some(floor) = floors.dynalm.get(target.as_str()) else {
         // Re-exports of lib.rs (`crate::Error`) stand on the floor of `error`.
         return;
@@ -210,7 +246,8 @@ impl Found {
 
     fn function(&mut self, name: &syn::Ident, block: &syn::Block) {
         let (start, end) = (block.span().start().line, block.span().end().line);
-        self.functions.push((name.to_string(), end.saturating_sub(start) + 1, start));
+        self.functions
+            .push((name.to_string(), end.saturating_sub(start) + 1, start));
     }
 
     fn use_tree(&mut self, tree: &syn::UseTree, prefix: &mut Vec<String>) {
@@ -237,8 +274,7 @@ impl Found {
 fn is_test(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(|a| {
         a.path().is_ident("test")
-            || (a.path().is_ident("cfg")
-                && a.parse_args::<syn::Path>().is_ok_and(|p| p.is_ident("test")))
+            || (a.path().is_ident("cfg") && a.parse_args::<syn::Path>().is_ok_and(|p| p.is_ident("test")))
     })
 }
 
@@ -325,18 +361,32 @@ mod tests {
             assert!(found[0].contains("must not import"), "{found:?}");
         }
         assert!(findings("crates/dynalm/src/cli/run.rs", "//! x\nuse crate::server::run;").is_empty());
-        assert!(findings("crates/dynalm/src/kv/pool.rs", "//! x\n#[cfg(test)]\nmod t { use crate::server::run; }").is_empty());
+        assert!(
+            findings(
+                "crates/dynalm/src/kv/pool.rs",
+                "//! x\n#[cfg(test)]\nmod t { use crate::server::run; }"
+            )
+            .is_empty()
+        );
     }
 
     #[test]
     fn libraries_unsafe_headers_and_sizes_are_held() {
-        assert!(findings("crates/dynalm/src/engine/mod.rs", "//! x\nuse tokio::sync::mpsc;")[0].contains("tokio"));
-        assert!(findings("crates/dynalm/src/sched/x.rs", "//! x\nuse std::time::Instant;")[0].contains("std::time"));
+        assert!(
+            findings("crates/dynalm/src/engine/mod.rs", "//! x\nuse tokio::sync::mpsc;")[0].contains("tokio")
+        );
+        assert!(
+            findings("crates/dynalm/src/sched/x.rs", "//! x\nuse std::time::Instant;")[0]
+                .contains("std::time")
+        );
         assert!(findings("crates/dynair/src/x.rs", "//! x\nfn f() { unsafe {} }")[0].contains("`unsafe`"));
         assert!(findings("crates/dynacore/src/mmap.rs", "//! x\nfn f() { unsafe {} }").is_empty());
         assert!(findings("crates/dynair/src/x.rs", "fn f() {}")[0].contains("`//!`"));
         let long = format!("//! x\nfn f() {{\n{}}}", "let _ = 1;\n".repeat(90));
         assert!(findings("crates/dynair/src/x.rs", &long)[0].contains("function `f` has 92 lines"));
-        assert!(findings("crates/dynair/src/x.rs", &format!("//! x\n{}", "\n".repeat(900)))[0].contains("901 lines"));
+        assert!(
+            findings("crates/dynair/src/x.rs", &format!("//! x\n{}", "\n".repeat(900)))[0]
+                .contains("901 lines")
+        );
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Modules stand on floors and import downward only (`cargo xtask tidy` holds this):
 //! errors, settings and metrics; then formats, text, sampling and cache accounting; then sources, model families and
-//! the scheduler; then loading; then the engine; then the HTTP server; then the command line.
+//! the scheduler; then the engine, then loading; then the HTTP server; then the command line.
 #![forbid(unsafe_code)]
 
 pub mod cli;

@@ -346,11 +346,14 @@ pub fn published_sampling(values: &KeyValues) -> Result<(SamplingParams, Vec<Str
         Ok(())
     };
     number("temp", &mut |v| params.temperature = v)?;
-    number("top_k", &mut |v| params.top_k = v as u32)?;
+    // Negative counts mean "all" in published files.
+    number("top_k", &mut |v| params.top_k = v.max(0.0) as u32)?;
     number("top_p", &mut |v| params.top_p = v)?;
     number("min_p", &mut |v| params.min_p = v)?;
     number("penalty_repeat", &mut |v| params.repetition_penalty = v)?;
-    number("penalty_last_n", &mut |v| params.repetition_window = v as u32)?;
+    number("penalty_last_n", &mut |v| {
+        params.repetition_window = v.max(0.0) as u32
+    })?;
     for (key, _) in values.iter() {
         if key.starts_with("general.sampling.") && !keys.iter().any(|k| k == key) {
             tracing::warn!(
@@ -358,6 +361,10 @@ pub fn published_sampling(values: &KeyValues) -> Result<(SamplingParams, Vec<Str
             );
         }
     }
+    params.validate(usize::MAX).map_err(|e| Error::Format {
+        path: values.path().to_owned(),
+        detail: format!("general.sampling.*: {e}"),
+    })?;
     Ok((params, keys))
 }
 

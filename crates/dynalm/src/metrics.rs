@@ -323,12 +323,13 @@ impl Metrics {
     }
 
     /// States the cache's shape.
-    pub fn set_cache_info(&self, block_tokens: usize, blocks: usize, kind: &str) {
+    pub fn set_cache_info(&self, block_tokens: usize, blocks: usize, kind: &str, prefix_cache: bool) {
         let labels = CacheLabels {
             block_size: block_tokens,
             num_gpu_blocks: blocks,
             cache_dtype: kind.to_owned(),
-            enable_prefix_caching: "True".to_owned(),
+            // Routers expect Python's spelling.
+            enable_prefix_caching: if prefix_cache { "True" } else { "False" }.to_owned(),
         };
         self.cache_info.get_or_create(&labels).set(1);
     }
@@ -391,7 +392,7 @@ mod tests {
         metrics.set_kv(3, 12);
         metrics.time_to_first_token.observe(0.2);
         metrics.step(StepPhase::mixed, Duration::from_millis(3));
-        metrics.set_cache_info(16, 12, "f16");
+        metrics.set_cache_info(16, 12, "f16", true);
         let modern = metrics.open_metrics();
         let classic = metrics.classic_text();
         for text in [&modern, &classic] {

@@ -58,13 +58,28 @@ impl Setting {
 }
 
 const fn row(key: &'static str, kind: Kind, default: &'static str, help: &'static str) -> Setting {
-    Setting { key, kind, default, help }
+    Setting {
+        key,
+        kind,
+        default,
+        help,
+    }
 }
 
 /// Every setting.
 pub const SETTINGS: &[Setting] = &[
-    row("log_level", Kind::Choice(&["error", "warn", "info", "debug", "trace"]), "warn", "how much is logged"),
-    row("models_dir", Kind::Path, "~/.dynalm/models", "where pulled models are kept"),
+    row(
+        "log_level",
+        Kind::Choice(&["error", "warn", "info", "debug", "trace"]),
+        "warn",
+        "how much is logged",
+    ),
+    row(
+        "models_dir",
+        Kind::Path,
+        "~/.dynalm/models",
+        "where pulled models are kept",
+    ),
     row("offline", Kind::Bool, "false", "never touch the network"),
     row(
         "backend",
@@ -72,25 +87,116 @@ pub const SETTINGS: &[Setting] = &[
         "auto",
         "which device runs the model; this build has the CPU device only",
     ),
-    row("mode", Kind::Choice(&["auto", "exact", "safe"]), "auto", "kernel choice: fastest, bit-exact, plain fp32"),
-    row("threads", Kind::AutoOrInteger(1, 1024), "auto", "worker threads; auto: the cores this process may use"),
-    row("ctx", Kind::AutoOrInteger(16, 16_777_216), "auto", "context window in tokens; auto: the model's, if it fits"),
-    row("kv", Kind::Choice(&["f16", "f32", "q8_0"]), "f16", "element type of the key and value cache"),
-    row("kv_tokens", Kind::AutoOrInteger(16, 1_073_741_824), "auto", "tokens the cache holds for all requests"),
-    row("batch_tokens", Kind::Integer(16, 65_536), "512", "most tokens of one step"),
-    row("max_seqs", Kind::Integer(1, 4096), "64", "most requests in one step"),
-    row("prefix_cache", Kind::Bool, "true", "keep finished prompts' cache pages for requests that share them"),
+    row(
+        "mode",
+        Kind::Choice(&["auto", "exact", "safe"]),
+        "auto",
+        "kernel choice: fastest, bit-exact, plain fp32",
+    ),
+    row(
+        "threads",
+        Kind::AutoOrInteger(1, 1024),
+        "auto",
+        "worker threads; auto: the cores this process may use",
+    ),
+    row(
+        "ctx",
+        Kind::AutoOrInteger(16, 16_777_216),
+        "auto",
+        "context window in tokens; auto: the model's, if it fits",
+    ),
+    row(
+        "kv",
+        Kind::Choice(&["f16", "f32", "q8_0"]),
+        "f16",
+        "element type of the key and value cache",
+    ),
+    row(
+        "kv_tokens",
+        Kind::AutoOrInteger(16, 1_073_741_824),
+        "auto",
+        "tokens the cache holds for all requests",
+    ),
+    row(
+        "batch_tokens",
+        Kind::Integer(16, 65_536),
+        "512",
+        "most tokens of one step",
+    ),
+    row(
+        "max_seqs",
+        Kind::Integer(1, 4096),
+        "64",
+        "most requests in one step",
+    ),
+    row(
+        "prefix_cache",
+        Kind::Bool,
+        "true",
+        "keep finished prompts' cache pages for requests that share them",
+    ),
     row("server.host", Kind::Text, "127.0.0.1", "address to listen on"),
-    row("server.port", Kind::Integer(0, 65_535), "8000", "port to listen on; 0 takes a free one"),
-    row("server.api_keys", Kind::Secret, "", "keys a client must send one of, separated by commas"),
-    row("server.api_key_file", Kind::Path, "", "file with one key per line"),
-    row("server.cors_origins", Kind::List, "", "origins whose pages may call the server"),
-    row("server.queue", Kind::Integer(1, 1_000_000), "256", "most waiting requests before 429"),
-    row("server.body_limit", Kind::Integer(1024, 1_073_741_824), "16777216", "largest request body in bytes"),
-    row("server.drain", Kind::Seconds, "30", "how long running requests may go on after SIGTERM, seconds"),
+    row(
+        "server.port",
+        Kind::Integer(0, 65_535),
+        "8000",
+        "port to listen on; 0 takes a free one",
+    ),
+    row(
+        "server.api_keys",
+        Kind::Secret,
+        "",
+        "keys a client must send one of, separated by commas",
+    ),
+    row(
+        "server.api_key_file",
+        Kind::Path,
+        "",
+        "file with one key per line",
+    ),
+    row(
+        "server.cors_origins",
+        Kind::List,
+        "",
+        "origins whose pages may call the server",
+    ),
+    row(
+        "server.allowed_hosts",
+        Kind::List,
+        "",
+        "names besides this machine's own that a loopback server answers to",
+    ),
+    row(
+        "server.queue",
+        Kind::Integer(1, 1_000_000),
+        "256",
+        "most waiting requests before 429",
+    ),
+    row(
+        "server.body_limit",
+        Kind::Integer(1024, 1_073_741_824),
+        "16777216",
+        "largest request body in bytes",
+    ),
+    row(
+        "server.drain",
+        Kind::Seconds,
+        "30",
+        "how long running requests may go on after SIGTERM, seconds",
+    ),
     row("hub.endpoint", Kind::Text, "", "model hub to ask (HF_ENDPOINT)"),
-    row("hub.token", Kind::Secret, "", "token for the model hub (HF_TOKEN)"),
-    row("pypi.index", Kind::Text, "", "package index for models on PyPI (pip's configuration)"),
+    row(
+        "hub.token",
+        Kind::Secret,
+        "",
+        "token for the model hub (HF_TOKEN)",
+    ),
+    row(
+        "pypi.index",
+        Kind::Text,
+        "",
+        "package index for models on PyPI (pip's configuration)",
+    ),
 ];
 
 /// Where a value came from.
@@ -138,7 +244,11 @@ impl Environment {
 
     /// Exactly these variables.
     pub fn of(vars: &[(&str, &str)]) -> Environment {
-        Environment(vars.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect())
+        Environment(
+            vars.iter()
+                .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+                .collect(),
+        )
     }
 
     /// The value of a variable; an empty one counts as not set.
@@ -148,7 +258,9 @@ impl Environment {
 
     /// The user's home folder.
     pub fn home(&self) -> Option<PathBuf> {
-        self.get("HOME").or_else(|| self.get("USERPROFILE")).map(PathBuf::from)
+        self.get("HOME")
+            .or_else(|| self.get("USERPROFILE"))
+            .map(PathBuf::from)
     }
 
     /// Where the configuration file is looked for.
@@ -174,8 +286,15 @@ impl Settings {
     ///
     /// # Errors
     /// If the file cannot be read or parsed, or any layer holds an unknown key or a value its setting does not accept.
-    pub fn load(file: Option<&Path>, environment: Environment, flags: &[(&str, String, &str)]) -> Result<Settings> {
-        let values = SETTINGS.iter().map(|s| (s.default.to_owned(), Origin::Default)).collect();
+    pub fn load(
+        file: Option<&Path>,
+        environment: Environment,
+        flags: &[(&str, String, &str)],
+    ) -> Result<Settings> {
+        let values = SETTINGS
+            .iter()
+            .map(|s| (s.default.to_owned(), Origin::Default))
+            .collect();
         let mut settings = Settings { values, environment };
         match file {
             Some(path) => settings.read_file(path)?,
@@ -197,9 +316,14 @@ impl Settings {
             what: format!("cannot read the configuration file `{}`", path.display()),
             source,
         })?;
-        let fail = |line: usize, detail: String| Error::Settings(format!("{}:{line}: {detail}", path.display()));
-        let table = toml::de::DeTable::parse(&text)
-            .map_err(|e| fail(line_of(&text, e.span().map_or(0, |s| s.start)), e.message().to_owned()))?;
+        let fail =
+            |line: usize, detail: String| Error::Settings(format!("{}:{line}: {detail}", path.display()));
+        let table = toml::de::DeTable::parse(&text).map_err(|e| {
+            fail(
+                line_of(&text, e.span().map_or(0, |s| s.start)),
+                e.message().to_owned(),
+            )
+        })?;
         let mut entries = Vec::new();
         for (key, value) in table.get_ref() {
             let name = key.get_ref().as_ref();
@@ -214,9 +338,20 @@ impl Settings {
         }
         for (key, at, value) in entries {
             let line = line_of(&text, at);
-            let value = file_value(value.get_ref())
-                .ok_or_else(|| fail(line, format!("`{key}`: expected a text, number, boolean or array of texts")))?;
-            self.set(&key, &value, Origin::File { path: path.to_owned(), line })?;
+            let value = file_value(value.get_ref()).ok_or_else(|| {
+                fail(
+                    line,
+                    format!("`{key}`: expected a text, number, boolean or array of texts"),
+                )
+            })?;
+            self.set(
+                &key,
+                &value,
+                Origin::File {
+                    path: path.to_owned(),
+                    line,
+                },
+            )?;
         }
         Ok(())
     }
@@ -237,7 +372,9 @@ impl Settings {
             let Some(setting) = SETTINGS.iter().find(|s| s.variable() == name) else {
                 let known = SETTINGS.iter().map(Setting::variable).collect::<Vec<_>>();
                 let near = nearest(&name, known.iter().map(String::as_str));
-                return Err(Error::Settings(format!("environment variable `{name}` is not known{near}")));
+                return Err(Error::Settings(format!(
+                    "environment variable `{name}` is not known{near}"
+                )));
             };
             self.set(setting.key, &value, Origin::Environment(name))?;
         }
@@ -256,15 +393,24 @@ impl Settings {
             return Err(Error::Settings(format!("{place}unknown key `{key}`{near}")));
         };
         if let Err(expected) = check(SETTINGS[index].kind, value) {
-            let found = if SETTINGS[index].kind == Kind::Secret { "a secret" } else { value };
-            return Err(Error::Settings(format!("{place}`{key}`: found `{found}`, expected {expected}")));
+            let found = if SETTINGS[index].kind == Kind::Secret {
+                "a secret"
+            } else {
+                value
+            };
+            return Err(Error::Settings(format!(
+                "{place}`{key}`: found `{found}`, expected {expected}"
+            )));
         }
         self.values[index] = (value.to_owned(), origin);
         Ok(())
     }
 
     fn entry(&self, key: &str) -> (&'static Setting, &(String, Origin)) {
-        let index = SETTINGS.iter().position(|s| s.key == key).expect("code asks only for keys of the table");
+        let index = SETTINGS
+            .iter()
+            .position(|s| s.key == key)
+            .expect("code asks only for keys of the table");
         (&SETTINGS[index], &self.values[index])
     }
 
@@ -290,7 +436,12 @@ impl Settings {
 
     /// The parts of a list.
     pub fn list(&self, key: &str) -> Vec<String> {
-        self.text(key).split(',').map(str::trim).filter(|s| !s.is_empty()).map(str::to_owned).collect()
+        self.text(key)
+            .split(',')
+            .map(str::trim)
+            .filter(|s| !s.is_empty())
+            .map(str::to_owned)
+            .collect()
     }
 
     /// The value as a path with `~/` resolved; `None` is empty.
@@ -363,7 +514,9 @@ fn file_value(value: &toml::de::DeValue<'_>) -> Option<String> {
         toml::de::DeValue::Array(items) => {
             let mut parts = Vec::new();
             for item in items {
-                let toml::de::DeValue::String(s) = item.get_ref() else { return None };
+                let toml::de::DeValue::String(s) = item.get_ref() else {
+                    return None;
+                };
                 parts.push(s.to_string());
             }
             Some(parts.join(","))
@@ -373,7 +526,11 @@ fn file_value(value: &toml::de::DeValue<'_>) -> Option<String> {
 }
 
 fn line_of(text: &str, byte: usize) -> usize {
-    text.as_bytes()[..byte.min(text.len())].iter().filter(|b| **b == b'\n').count() + 1
+    text.as_bytes()[..byte.min(text.len())]
+        .iter()
+        .filter(|b| **b == b'\n')
+        .count()
+        + 1
 }
 
 /// `Err` says what would have been accepted.
@@ -385,7 +542,11 @@ fn check(kind: Kind, value: &str) -> Result<(), String> {
         Kind::AutoOrInteger(low, high) if value != "auto" && !number(low, high) => {
             Err(format!("`auto` or a whole number from {low} to {high}"))
         }
-        Kind::Seconds if !value.parse::<f64>().is_ok_and(|s| s.is_finite() && (0.0..=1e9).contains(&s)) => {
+        Kind::Seconds
+            if !value
+                .parse::<f64>()
+                .is_ok_and(|s| s.is_finite() && (0.0..=1e9).contains(&s)) =>
+        {
             Err("a number of seconds, 0 or more".to_owned())
         }
         Kind::Choice(words) if !words.contains(&value) => Err(format!("one of {}", words.join(", "))),
@@ -430,14 +591,23 @@ mod tests {
 
     #[test]
     fn layers_override_each_other_and_name_their_origin() {
-        let f = file("threads = 3\nkv = \"q8_0\"\n[server]\nport = 9000\ncors_origins = [\"http://a\", \"http://b\"]\n");
+        let f = file(
+            "threads = 3\nkv = \"q8_0\"\n[server]\nport = 9000\ncors_origins = [\"http://a\", \"http://b\"]\n",
+        );
         let env = Environment::of(&[("DYNALM_KV", "f32"), ("DYNALM_SERVER_PORT", "9001")]);
-        let s = Settings::load(Some(f.path()), env, &[("server.port", "9002".to_owned(), "port")]).expect("valid");
+        let s = Settings::load(Some(f.path()), env, &[("server.port", "9002".to_owned(), "port")])
+            .expect("valid");
         assert_eq!(s.integer("threads"), Some(3));
         assert_eq!(s.text("kv"), "f32");
         assert_eq!(s.integer("server.port"), Some(9002));
         assert_eq!(s.list("server.cors_origins"), ["http://a", "http://b"]);
-        assert_eq!(s.origin("threads"), &Origin::File { path: f.path().to_owned(), line: 1 });
+        assert_eq!(
+            s.origin("threads"),
+            &Origin::File {
+                path: f.path().to_owned(),
+                line: 1
+            }
+        );
         assert_eq!(s.origin("kv"), &Origin::Environment("DYNALM_KV".to_owned()));
         assert_eq!(s.origin("server.port"), &Origin::Flag("port".to_owned()));
         assert_eq!(s.origin("mode"), &Origin::Default);
@@ -446,10 +616,20 @@ mod tests {
     #[test]
     fn unknown_keys_name_file_line_and_nearest() {
         let f = file("\n\ntreads = 3\n");
-        let e = Settings::load(Some(f.path()), Environment::default(), &[]).expect_err("unknown key").to_string();
-        assert!(e.contains(":3: unknown key `treads`; did you mean `threads`?"), "{e}");
-        let e = Settings::load(None, Environment::of(&[("DYNALM_TREADS", "3")]), &[]).expect_err("unknown").to_string();
-        assert!(e.contains("`DYNALM_TREADS` is not known; did you mean `DYNALM_THREADS`?"), "{e}");
+        let e = Settings::load(Some(f.path()), Environment::default(), &[])
+            .expect_err("unknown key")
+            .to_string();
+        assert!(
+            e.contains(":3: unknown key `treads`; did you mean `threads`?"),
+            "{e}"
+        );
+        let e = Settings::load(None, Environment::of(&[("DYNALM_TREADS", "3")]), &[])
+            .expect_err("unknown")
+            .to_string();
+        assert!(
+            e.contains("`DYNALM_TREADS` is not known; did you mean `DYNALM_THREADS`?"),
+            "{e}"
+        );
     }
 
     #[test]
@@ -461,7 +641,8 @@ mod tests {
             ("offline", "yes", "`true` or `false`"),
             ("server.drain", "-1", "seconds"),
         ] {
-            let e = Settings::load(None, Environment::default(), &[(key, value.to_owned(), "x")]).expect_err(key);
+            let e =
+                Settings::load(None, Environment::default(), &[(key, value.to_owned(), "x")]).expect_err(key);
             assert!(e.to_string().contains(expected), "{e}");
         }
         let s = Settings::load(None, Environment::of(&[("DYNALM_HUB_TOKEN", "hf_abc")]), &[]).expect("valid");

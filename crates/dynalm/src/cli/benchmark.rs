@@ -6,11 +6,10 @@
 use std::time::Instant;
 
 use clap::Args;
-use dynacore::KvType;
-use dynacore::cpu::Mode;
 
 use super::direct::{Direct, DirectOptions};
-use super::{Usage, console, pull, text};
+use super::options::Flags;
+use super::{console, pull, session, text};
 use crate::settings::Settings;
 
 /// Arguments of `benchmark`.
@@ -38,14 +37,31 @@ pub(super) struct BenchmarkArgs {
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
     /// Kernels: auto, exact or safe
-    #[arg(long, value_name = "MODE", default_value = "auto")]
-    mode: String,
-    /// Worker threads
+    #[arg(long, value_name = "MODE")]
+    mode: Option<String>,
+    /// Worker threads: auto or a number
     #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    threads: Option<String>,
+    /// Element type of the cache
+    #[arg(long, value_name = "TYPE")]
+    kv: Option<String>,
     /// Most tokens of a step
-    #[arg(long, value_name = "N", default_value_t = 512)]
-    batch_tokens: usize,
+    #[arg(long, value_name = "N")]
+    batch_tokens: Option<String>,
+}
+
+impl BenchmarkArgs {
+    pub(super) fn flags(&self) -> Flags {
+        let all = [
+            (&self.mode, "mode", "mode"),
+            (&self.threads, "threads", "threads"),
+            (&self.kv, "kv", "kv"),
+            (&self.batch_tokens, "batch_tokens", "batch-tokens"),
+        ];
+        all.into_iter()
+            .filter_map(|(v, key, flag)| Some((key, v.clone()?, flag)))
+            .collect()
+    }
 }
 
 /// A cheap stream of token ids, different for every seed, away from the first ids (specials).
@@ -55,7 +71,10 @@ impl Ids {
     fn take(&mut self, n: usize) -> Vec<u32> {
         (0..n)
             .map(|_| {
-                self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                self.0 = self
+                    .0
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
                 300 + ((self.0 >> 33) as u32) % (self.1 - 300)
             })
             .collect()
@@ -63,27 +82,27 @@ impl Ids {
 }
 
 pub(super) fn run(args: &BenchmarkArgs, settings: &Settings) -> anyhow::Result<()> {
-    let mode = match args.mode.as_str() {
-        "auto" => Mode::Auto,
-        "exact" => Mode::Exact,
-        "safe" => Mode::Safe,
-        other => return Err(Usage(format!("--mode {other}: expected auto, exact or safe")).into()),
-    };
+    let loading = session::load_options(settings, 1, None)?;
     let path = pull::find_or_pull(&args.name, settings)?;
     let seqs = args.users.iter().copied().max().unwrap_or(1).max(1);
     let longest = args.prefill.iter().copied().max().unwrap_or(0);
-    let context = (args.user_context + args.user_decode).max(longest).max(args.decode + 1);
+    let context = (args.user_context + args.user_decode)
+        .max(longest)
+        .max(args.decode + 1);
     let options = DirectOptions {
-        mode,
-        threads: args.threads,
-        kv: KvType::F16,
+        mode: session::mode(settings),
+        threads: settings.integer("threads"),
+        kv: loading.kv,
         seqs,
         context,
-        batch_tokens: args.batch_tokens,
+        batch_tokens: loading.batch_tokens,
     };
     let mut model = Direct::open(&path, &options)?;
     let vocab = model.step(&[(0, &[300])], false)?.vocab as u32;
-    anyhow::ensure!(vocab > 600, "a vocabulary of {vocab} tokens is too small to measure with");
+    anyhow::ensure!(
+        vocab > 600,
+        "a vocabulary of {vocab} tokens is too small to measure with"
+    );
     let mut ids = Ids(0x5EED, vocab);
     console::note(format_args!(
         "{}: {}, weights {}, loaded in {:.2} s",
@@ -95,7 +114,14 @@ pub(super) fn run(args: &BenchmarkArgs, settings: &Settings) -> anyhow::Result<(
     for round in 0..=args.rounds {
         for n in &args.prefill {
             let seconds = prefill(&mut model, 0, &ids.take(*n))?;
-            report(args, round, "prefill", &[("tokens", *n)], *n as f64 / seconds)?;
+            report(
+                args,
+                settings,
+                round,
+                "prefill",
+                &[("tokens", *n)],
+                *n as f64 / seconds,
+            )?;
         }
         model.reset(0);
         let start = Instant::now();
@@ -103,7 +129,7 @@ pub(super) fn run(args: &BenchmarkArgs, settings: &Settings) -> anyhow::Result<(
             model.step(&[(0, &[id])], false)?;
         }
         let rate = args.decode as f64 / start.elapsed().as_secs_f64();
-        report(args, round, "decode", &[("tokens", args.decode)], rate)?;
+        report(args, settings, round, "decode", &[("tokens", args.decode)], rate)?;
         for users in &args.users {
             for seq in 0..*users {
                 prefill(&mut model, seq, &ids.take(args.user_context))?;
@@ -115,7 +141,14 @@ pub(super) fn run(args: &BenchmarkArgs, settings: &Settings) -> anyhow::Result<(
                 model.step(&rows, false)?;
             }
             let rate = (users * args.user_decode) as f64 / start.elapsed().as_secs_f64();
-            report(args, round, "users", &[("users", *users), ("context", args.user_context)], rate)?;
+            report(
+                args,
+                settings,
+                round,
+                "users",
+                &[("users", *users), ("context", args.user_context)],
+                rate,
+            )?;
         }
     }
     Ok(())
@@ -131,12 +164,19 @@ fn prefill(model: &mut Direct, seq: usize, ids: &[u32]) -> anyhow::Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-fn report(args: &BenchmarkArgs, round: usize, what: &str, of: &[(&str, usize)], rate: f64) -> anyhow::Result<()> {
+fn report(
+    args: &BenchmarkArgs,
+    settings: &Settings,
+    round: usize,
+    what: &str,
+    of: &[(&str, usize)],
+    rate: f64,
+) -> anyhow::Result<()> {
     // Round 0 warms caches and pages.
     if round == 0 {
         return Ok(());
     }
-    let mut line = serde_json::json!({"model": args.name, "mode": args.mode, "round": round, "figure": what});
+    let mut line = serde_json::json!({"model": args.name, "mode": settings.text("mode"), "kv": settings.text("kv"), "round": round, "figure": what});
     for (key, value) in of {
         line[*key] = (*value).into();
     }

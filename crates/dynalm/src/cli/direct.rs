@@ -43,7 +43,11 @@ pub(super) struct DirectOptions {
 
 impl Direct {
     pub(super) fn open(path: &Path, options: &DirectOptions) -> anyhow::Result<Direct> {
-        let device = CpuDevice::new(&CpuOptions { threads: options.threads, mode: options.mode, isa: None })?;
+        let device = CpuDevice::new(&CpuOptions {
+            threads: options.threads,
+            mode: options.mode,
+            isa: None,
+        })?;
         let blocks_per_seq = options.context.div_ceil(BLOCK_TOKENS);
         let name = {
             use dynacore::Device;
@@ -97,11 +101,16 @@ impl Direct {
     /// the last row of each sequence.
     pub(super) fn step(&mut self, rows: &[(usize, &[u32])], all: bool) -> anyhow::Result<&Logits> {
         let mut batch = BatchMeta::default();
-        let mut tables = BlockTables { first: vec![0], ..BlockTables::default() };
+        let mut tables = BlockTables {
+            first: vec![0],
+            ..BlockTables::default()
+        };
         for (seq, tokens) in rows {
             let (first_row, before) = (batch.tokens.len(), self.lengths[*seq]);
             batch.tokens.extend_from_slice(tokens);
-            batch.positions.extend((before..before + tokens.len()).map(|p| p as u32));
+            batch
+                .positions
+                .extend((before..before + tokens.len()).map(|p| p as u32));
             let length = before + tokens.len();
             batch.seqs.push(SeqSpan {
                 first_row: first_row as u32,
@@ -109,10 +118,16 @@ impl Direct {
                 context_len: length as u32,
             });
             let base = seq * self.blocks_per_seq;
-            tables.blocks.extend((0..length.div_ceil(BLOCK_TOKENS)).map(|b| BlockId((base + b) as u32)));
+            tables
+                .blocks
+                .extend((0..length.div_ceil(BLOCK_TOKENS)).map(|b| BlockId((base + b) as u32)));
             tables.first.push(tables.blocks.len() as u32);
             tables.start.push(0);
-            let outputs = if all { first_row..batch.tokens.len() } else { batch.tokens.len() - 1..batch.tokens.len() };
+            let outputs = if all {
+                first_row..batch.tokens.len()
+            } else {
+                batch.tokens.len() - 1..batch.tokens.len()
+            };
             batch.output_rows.extend(outputs.map(|r| r as u32));
             self.lengths[*seq] = length;
         }

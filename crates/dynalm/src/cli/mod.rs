@@ -123,6 +123,8 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Command::Serve(a) => a.flags()?,
         Command::Doctor(a) => a.model.flags()?,
         Command::Inspect(a) => a.flags(),
+        Command::Benchmark(a) => a.flags(),
+        Command::Parity(a) => a.flags(),
         _ => Vec::new(),
     };
     let settings = global.settings(flags)?;

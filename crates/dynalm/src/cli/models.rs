@@ -109,10 +109,11 @@ fn available(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
     for entry in source::catalog() {
         let here = source::find_local(entry.name, &config).ok().flatten().is_some();
         let bytes = u64::from(entry.parameters_millions) * 1_000_000 * bits(entry.quant) / 8;
-        let state = match (here, bytes < free) {
-            (true, _) => "local",
-            (false, true) => "fits",
-            (false, false) => "too large",
+        let state = match (entry.unsupported(), here, bytes < free) {
+            (Some(_), ..) => "not supported yet",
+            (None, true, _) => "local",
+            (None, false, true) => "fits",
+            (None, false, false) => "too large",
         };
         let from = entry.origins.iter().map(ToString::to_string).collect::<Vec<_>>();
         rows.push(vec![

@@ -13,7 +13,8 @@ use dynacore::cpu::Mode;
 use serde::Deserialize;
 
 use super::direct::{Direct, DirectOptions, argmax, log_sum_exp};
-use super::{Usage, pull, text};
+use super::options::Flags;
+use super::{Usage, pull, session, text};
 use crate::settings::Settings;
 
 /// Rows whose full logits are held at one time.
@@ -29,17 +30,30 @@ pub(super) struct ParityArgs {
     #[arg(long, value_name = "FILE")]
     reference: PathBuf,
     /// Kernels to judge: auto, exact or safe
-    #[arg(long, value_name = "MODE", default_value = "auto")]
-    mode: String,
+    #[arg(long, value_name = "MODE")]
+    mode: Option<String>,
     /// Compare full distributions with this mode's instead of the file's logits
     #[arg(long, value_name = "MODE")]
     against: Option<String>,
-    /// Element type of the cache; default f32 in safe mode, else f16
+    /// Element type of the cache of the judged model; by default f32 in safe mode, else f16
     #[arg(long, value_name = "TYPE")]
     kv: Option<String>,
-    /// Worker threads
+    /// Worker threads: auto or a number
     #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    threads: Option<String>,
+}
+
+impl ParityArgs {
+    pub(super) fn flags(&self) -> Flags {
+        let all = [
+            (&self.mode, "mode", "mode"),
+            (&self.threads, "threads", "threads"),
+            (&self.kv, "kv", "kv"),
+        ];
+        all.into_iter()
+            .filter_map(|(v, key, flag)| Some((key, v.clone()?, flag)))
+            .collect()
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -72,25 +86,26 @@ struct Greedy {
     margin_to_second: Vec<f32>,
 }
 
-fn mode(name: &str) -> anyhow::Result<Mode> {
-    match name {
-        "auto" => Ok(Mode::Auto),
-        "exact" => Ok(Mode::Exact),
-        "safe" => Ok(Mode::Safe),
-        _ => Err(Usage(format!("mode `{name}`: expected auto, exact or safe")).into()),
-    }
-}
-
-fn open(args: &ParityArgs, settings: &Settings, name: &str, context: usize) -> anyhow::Result<Direct> {
-    let kv = match (args.kv.as_deref(), name) {
-        (Some("f32"), _) | (None, "safe") => KvType::F32,
-        (Some("q8_0"), _) => KvType::Q8_0,
-        (Some("f16") | None, _) => KvType::F16,
-        (Some(other), _) => return Err(Usage(format!("--kv {other}: expected f16, f32 or q8_0")).into()),
-    };
+fn open(
+    args: &ParityArgs,
+    settings: &Settings,
+    mode: Mode,
+    kv: KvType,
+    context: usize,
+) -> anyhow::Result<Direct> {
     let path = pull::find_or_pull(&args.name, settings)?;
-    let options = DirectOptions { mode: mode(name)?, threads: args.threads, kv, seqs: 1, context, batch_tokens: CHUNK };
-    Direct::open(&path, &options)
+    let threads = settings.integer("threads");
+    Direct::open(
+        &path,
+        &DirectOptions {
+            mode,
+            threads,
+            kv,
+            seqs: 1,
+            context,
+            batch_tokens: CHUNK,
+        },
+    )
 }
 
 pub(super) fn run(args: &ParityArgs, settings: &Settings) -> anyhow::Result<()> {
@@ -99,12 +114,26 @@ pub(super) fn run(args: &ParityArgs, settings: &Settings) -> anyhow::Result<()> 
     let reference: Reference = serde_json::from_str(&file)
         .with_context(|| format!("`{}` is no reference file", args.reference.display()))?;
     let longest = reference.texts.iter().map(|t| t.ids.len());
-    let longest = longest.chain(reference.greedy.iter().map(|g| g.prompt_ids.len() + g.out_ids.len())).max();
+    let longest = longest
+        .chain(
+            reference
+                .greedy
+                .iter()
+                .map(|g| g.prompt_ids.len() + g.out_ids.len()),
+        )
+        .max();
     let context = longest.context("the reference holds no texts")?;
-    let mut model = open(args, settings, &args.mode, context)?;
+    let kv = session::load_options(settings, 1, None)?.kv;
+    let mut model = open(args, settings, session::mode(settings), kv, context)?;
     let report = match &args.against {
         Some(other) => {
-            let mut truth = open(args, settings, other, context)?;
+            let (mode, kv) = match other.as_str() {
+                "safe" => (Mode::Safe, KvType::F32),
+                "exact" => (Mode::Exact, KvType::F16),
+                "auto" => (Mode::Auto, KvType::F16),
+                _ => return Err(Usage(format!("--against {other}: expected auto, exact or safe")).into()),
+            };
+            let mut truth = open(args, settings, mode, kv, context)?;
             against(&mut model, &mut truth, &reference)?
         }
         None => {
@@ -114,7 +143,7 @@ pub(super) fn run(args: &ParityArgs, settings: &Settings) -> anyhow::Result<()> 
         }
     };
     let all = serde_json::json!({
-        "model": args.name, "mode": args.mode, "against": args.against.as_deref().unwrap_or("reference file"),
+        "model": args.name, "mode": settings.text("mode"), "kv": kv.name(), "against": args.against.as_deref().unwrap_or("reference file"),
         "device": model.device, "result": report,
     });
     text::out(&format!("{}\n", serde_json::to_string_pretty(&all)?))
@@ -126,7 +155,11 @@ fn against_file(model: &mut Direct, reference: &Reference) -> anyhow::Result<ser
     let (mut differences, mut nll, mut their_nll, mut scored) = (Vec::new(), 0f64, 0f64, 0usize);
     let mut worst_at = String::new();
     for t in &reference.texts {
-        anyhow::ensure!(t.top5.len() <= t.ids.len(), "`{}` has more logits than tokens", t.file);
+        anyhow::ensure!(
+            t.top5.len() <= t.ids.len(),
+            "`{}` has more logits than tokens",
+            t.file
+        );
         model.reset(0);
         for (start, chunk) in (0..).step_by(CHUNK).zip(t.ids.chunks(CHUNK)) {
             let logits = model.step(&[(0, chunk)], true)?;
@@ -136,7 +169,9 @@ fn against_file(model: &mut Direct, reference: &Reference) -> anyhow::Result<ser
                 positions += 1;
                 agree += usize::from(top.id.first() == Some(&(argmax(row) as u32)));
                 for (id, logit) in top.id.iter().zip(&top.logit) {
-                    let value = row.get(*id as usize).context("the reference has another vocabulary")?;
+                    let value = row
+                        .get(*id as usize)
+                        .context("the reference has another vocabulary")?;
                     let difference = (value - logit).abs();
                     differences.push(difference);
                     if difference > worst {
@@ -192,7 +227,11 @@ fn greedy(model: &mut Direct, reference: &Reference) -> anyhow::Result<serde_jso
 }
 
 /// Divergence of full distributions: KL(truth ‖ model), perplexities, next-token agreement.
-fn against(model: &mut Direct, truth: &mut Direct, reference: &Reference) -> anyhow::Result<serde_json::Value> {
+fn against(
+    model: &mut Direct,
+    truth: &mut Direct,
+    reference: &Reference,
+) -> anyhow::Result<serde_json::Value> {
     let (mut positions, mut agree) = (0usize, 0usize);
     let (mut divergences, mut nll, mut true_nll) = (Vec::new(), 0f64, 0f64);
     for t in &reference.texts {

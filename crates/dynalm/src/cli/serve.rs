@@ -35,6 +35,9 @@ pub(super) struct ServeArgs {
     /// Origin whose pages may call the server; may be repeated
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
+    /// Name besides this machine's own that a loopback server answers to; may be repeated
+    #[arg(long, value_name = "NAME")]
+    allowed_host: Vec<String>,
     /// Most requests in one step
     #[arg(long, value_name = "N")]
     max_seqs: Option<String>,
@@ -67,6 +70,13 @@ impl ServeArgs {
         }
         if !self.cors_origin.is_empty() {
             flags.push(("server.cors_origins", self.cors_origin.join(","), "cors-origin"));
+        }
+        if !self.allowed_host.is_empty() {
+            flags.push((
+                "server.allowed_hosts",
+                self.allowed_host.join(","),
+                "allowed-host",
+            ));
         }
         Ok(flags)
     }
@@ -104,11 +114,7 @@ pub(super) fn run(args: &ServeArgs, settings: &Settings) -> anyhow::Result<()> {
         ));
         Ok(ModelToServe {
             name: served,
-            aliases: if alias.is_some() {
-                Vec::new()
-            } else {
-                vec![name.clone()]
-            },
+            aliases: Vec::new(),
             template: model.template.clone(),
             defaults: model.defaults.clone(),
             info,
@@ -175,6 +181,7 @@ fn config(settings: &Settings) -> anyhow::Result<ServerConfig> {
         port: u16::try_from(number("server.port")?).context("a port is at most 65535")?,
         keys: Keys::new(keys),
         cors_origins: settings.list("server.cors_origins"),
+        allowed_hosts: settings.list("server.allowed_hosts"),
         max_body_bytes: number("server.body_limit")?,
         drain_timeout: Duration::from_secs_f64(settings.seconds("server.drain").unwrap_or(0.0)),
         engine: EngineConfig {

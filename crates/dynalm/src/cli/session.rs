@@ -70,13 +70,18 @@ pub(super) fn fresh_seed() -> u64 {
         .finish()
 }
 
-/// The device that the settings ask for.
-pub(super) fn device(settings: &Settings) -> anyhow::Result<CpuDevice> {
-    let mode = match settings.text("mode") {
+/// The kernels that the settings ask for.
+pub(super) fn mode(settings: &Settings) -> Mode {
+    match settings.text("mode") {
         "exact" => Mode::Exact,
         "safe" => Mode::Safe,
         _ => Mode::Auto,
-    };
+    }
+}
+
+/// The device that the settings ask for.
+pub(super) fn device(settings: &Settings) -> anyhow::Result<CpuDevice> {
+    let mode = mode(settings);
     Ok(CpuDevice::new(&CpuOptions {
         threads: settings.integer("threads"),
         mode,

@@ -97,6 +97,7 @@ impl EngineHandle {
             geometry.block_tokens,
             geometry.blocks.iter().sum(),
             geometry.kind.name(),
+            config.prefix_cache,
         );
         let shared = Arc::new(Shared {
             max_waiting: config.max_waiting,

@@ -132,12 +132,12 @@ fn take_sampling(
     float("temperature", 0.0, 100.0, &mut params.temperature)?;
     float("top_p", 0.0, 1.0, &mut params.top_p)?;
     float("min_p", 0.0, 1.0, &mut params.min_p)?;
-    float("typical_p", 0.0, 1.0, &mut params.typical_p)?;
+    float("typical_p", 0.001, 1.0, &mut params.typical_p)?;
     float("presence_penalty", -2.0, 2.0, &mut params.presence_penalty)?;
     float("frequency_penalty", -2.0, 2.0, &mut params.frequency_penalty)?;
     // Both names are in use elsewhere; the last one read wins only if the two agree.
     let mut alias = params.repetition_penalty;
-    float("repetition_penalty", 0.01, 100.0, &mut params.repetition_penalty)?;
+    float("repetition_penalty", 0.01, 10.0, &mut params.repetition_penalty)?;
     let named = params.repetition_penalty;
     float("repeat_penalty", 0.01, 100.0, &mut alias)?;
     if alias != defaults.repetition_penalty {

@@ -261,6 +261,20 @@ pub fn catalog() -> &'static [Entry] {
     &CATALOG
 }
 
+/// Catalogue names whose architecture this build does not run yet, and that architecture. They are refused before
+/// anything is fetched.
+const NOT_YET: &[(&str, &str)] = &[("granite3.1-moe:1b", "granitemoe"), ("phi3.5:3.8b", "phi3")];
+
+impl Entry {
+    /// The architecture that keeps this build from running the model, if one does.
+    pub fn unsupported(&self) -> Option<&'static str> {
+        NOT_YET
+            .iter()
+            .find(|(name, _)| *name == self.name)
+            .map(|(_, arch)| *arch)
+    }
+}
+
 /// The entry called `name` or by one of its aliases, ignoring case.
 pub(super) fn find(name: &str) -> Option<&'static Entry> {
     let is = |n: &str| n.eq_ignore_ascii_case(name);

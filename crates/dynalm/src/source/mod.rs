@@ -140,9 +140,17 @@ pub fn pull(name: &str, config: &SourceConfig, progress: &mut dyn Progress) -> R
     {
         return Ok(model);
     }
+    if let ModelSource::Catalog(entry) = &source
+        && let Some(arch) = entry.unsupported()
+    {
+        return Err(Error::Unsupported(format!(
+            "`{}`: this build does not run the architecture `{arch}` yet; `dynalm models --available` lists what it runs",
+            entry.name
+        )));
+    }
     if config.offline {
         return Err(Error::Source(format!(
-            "`{source}` is not on this machine, and offline mode is set: unset HF_HUB_OFFLINE to fetch it"
+            "`{source}` is not on this machine, and offline mode is set (--offline, DYNALM_OFFLINE or HF_HUB_OFFLINE): fetch it once without"
         )));
     }
     let folder = store::Folder::open(&source, config, progress)?;

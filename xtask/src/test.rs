@@ -1,0 +1,50 @@
+//! `cargo xtask test`: every test of the workspace, then the real client against the real server.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, bail};
+
+/// Runs everything; the first failure ends it.
+pub(crate) fn run() -> anyhow::Result<()> {
+    let root = root()?;
+    let cargo = std::env::var_os("CARGO").map_or_else(|| PathBuf::from("cargo"), PathBuf::from);
+    step(
+        "tests of the workspace",
+        Command::new(&cargo)
+            .args(["test", "--workspace"])
+            .current_dir(&root),
+    )?;
+    let script = root.join("tests/e2e/run.sh");
+    if Command::new("python3")
+        .arg("--version")
+        .output()
+        .is_ok_and(|o| o.status.success())
+    {
+        step(
+            "the openai client against the server",
+            Command::new("bash").arg(&script).current_dir(&root),
+        )?;
+    } else {
+        eprintln!("skipped: the openai client against the server (python3 is not on this machine)");
+    }
+    Ok(())
+}
+
+fn root() -> anyhow::Result<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .context("xtask lies in the workspace")?;
+    Ok(root.to_owned())
+}
+
+fn step(what: &str, command: &mut Command) -> anyhow::Result<()> {
+    eprintln!("== {what}");
+    let status = command
+        .status()
+        .with_context(|| format!("{what}: cannot start {command:?}"))?;
+    if !status.success() {
+        bail!("{what}: {status}");
+    }
+    Ok(())
+}
