@@ -395,6 +395,70 @@ pub struct CachePlan {
     pub bytes: usize,
 }
 
+/// The cache groups of a model: what a block of each holds.
+struct Groups {
+    /// Sliding window per group.
+    windows: Vec<Option<u32>>,
+    /// Bytes of one block, over all layers of the group.
+    block_bytes: Vec<usize>,
+}
+
+impl Groups {
+    fn read(caches: &[CacheDecl], kind: KvType) -> Result<Groups> {
+        let (mut windows, mut block_bytes) = (Vec::new(), Vec::new());
+        let one = KvGeometry {
+            kind,
+            block_tokens: BLOCK_TOKENS,
+            blocks: Vec::new(),
+        };
+        for cache in caches {
+            let CacheDecl::Kv {
+                group,
+                window,
+                head_dim,
+                ..
+            } = cache
+            else {
+                return Err(Error::Unsupported(
+                    "recurrent state is not supported by this build".to_owned(),
+                ));
+            };
+            let bytes = one.block_bytes(cache).ok_or_else(|| {
+                Error::Settings(format!(
+                    "--kv {kind}: a head size of {head_dim} is no multiple of 32; use --kv f16"
+                ))
+            })?;
+            if windows.len() <= *group {
+                windows.resize(group + 1, None);
+                block_bytes.resize(group + 1, 0);
+            }
+            windows[*group] = *window;
+            block_bytes[*group] += bytes;
+        }
+        Ok(Groups { windows, block_bytes })
+    }
+
+    /// Blocks per group for `tokens` tokens of all sequences together.
+    fn blocks(&self, tokens: usize, options: &LoadOptions) -> Vec<usize> {
+        let full = tokens.div_ceil(BLOCK_TOKENS) + options.max_seqs;
+        let windowed = |w: &u32| {
+            // A sequence holds its window and the chunk being computed; as much again serves prefix reuse.
+            let per_seq = (*w as usize + options.batch_tokens).div_ceil(BLOCK_TOKENS) + 2;
+            full.min(per_seq * options.max_seqs.max(2))
+        };
+        self.windows
+            .iter()
+            .map(|w| w.as_ref().map_or(full, windowed))
+            .collect()
+    }
+
+    /// Bytes of these blocks.
+    fn bytes(&self, tokens: usize, options: &LoadOptions) -> usize {
+        let blocks = self.blocks(tokens, options);
+        blocks.iter().zip(&self.block_bytes).map(|(n, b)| n * b).sum()
+    }
+}
+
 /// Chooses the context window and the size of the cache from what the user said and the memory that is left.
 ///
 /// # Errors
@@ -405,59 +469,8 @@ pub fn size_cache(
     free_bytes: u64,
     options: &LoadOptions,
 ) -> Result<CachePlan> {
-    let mut windows: Vec<Option<u32>> = Vec::new();
-    let mut block_bytes: Vec<usize> = Vec::new();
-    let one = KvGeometry {
-        kind: options.kv,
-        block_tokens: BLOCK_TOKENS,
-        blocks: Vec::new(),
-    };
-    for cache in caches {
-        let CacheDecl::Kv {
-            group,
-            window,
-            head_dim,
-            ..
-        } = cache
-        else {
-            return Err(Error::Unsupported(
-                "recurrent state is not supported by this build".to_owned(),
-            ));
-        };
-        let bytes = one.block_bytes(cache).ok_or_else(|| {
-            Error::Settings(format!(
-                "--kv {}: a head size of {head_dim} is no multiple of 32; use --kv f16",
-                options.kv
-            ))
-        })?;
-        if windows.len() <= *group {
-            windows.resize(group + 1, None);
-            block_bytes.resize(group + 1, 0);
-        }
-        windows[*group] = *window;
-        block_bytes[*group] += bytes;
-    }
-    let blocks_for = |tokens: usize| -> Vec<usize> {
-        let full = tokens.div_ceil(BLOCK_TOKENS) + options.max_seqs;
-        windows
-            .iter()
-            .map(|w| match w {
-                None => full,
-                Some(w) => {
-                    // A sequence holds its window and the chunk being computed; as much again serves prefix reuse.
-                    let per_seq = (*w as usize + options.batch_tokens).div_ceil(BLOCK_TOKENS) + 2;
-                    full.min(per_seq * options.max_seqs.max(2))
-                }
-            })
-            .collect()
-    };
-    let bytes_for = |tokens: usize| -> usize {
-        blocks_for(tokens)
-            .iter()
-            .zip(&block_bytes)
-            .map(|(n, b)| n * b)
-            .sum()
-    };
+    let groups = Groups::read(caches, options.kv)?;
+    let bytes_for = |tokens: usize| groups.bytes(tokens, options);
     let budget = (free_bytes as f64 * KV_MEMORY_SHARE) as usize;
     let ctx = match options.ctx {
         Some(n) if n > trained => {
@@ -494,12 +507,12 @@ pub fn size_cache(
     let geometry = KvGeometry {
         kind: options.kv,
         block_tokens: BLOCK_TOKENS,
-        blocks: blocks_for(tokens),
+        blocks: groups.blocks(tokens, options),
     };
     Ok(CachePlan {
         max_context: ctx,
         geometry,
-        windows,
+        windows: groups.windows,
         bytes,
     })
 }

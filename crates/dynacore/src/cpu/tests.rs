@@ -1,3 +1,5 @@
+//! The device as a whole: plans executed alone, batched, in chunks and by other numbers of threads.
+
 use dynair::{BatchMeta, BlockId};
 
 use super::*;
