@@ -1,4 +1,7 @@
-//! Zeroed, 64-byte aligned memory that the workers of a step read and write together.
+//! Zeroed, page-aligned memory that the workers of a step read and write together.
+//!
+//! It is an anonymous map and not the allocator's: for alignments above its own the standard allocator writes the zeros
+//! itself, so that an arena or a cache of which little is used would be resident as a whole from the start.
 //!
 //! The rule that makes the views sound: **within a stage, a range that one worker takes to write is taken by no
 //! other worker and by no reader.** The executor holds it: it refuses plans in which a step's output overlaps its
@@ -6,9 +9,10 @@
 //! item being given to one worker. In this crate's own tests a ledger of the ranges taken of the stage at hand
 //! checks the rule on every call.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
+
+use memmap2::MmapMut;
 
 /// Types any bit pattern is valid for, including all zeros.
 ///
@@ -23,6 +27,8 @@ unsafe impl Plain for u8 {}
 /// See the module's docs.
 pub(crate) struct SharedMem<T: Plain> {
     start: NonNull<T>,
+    /// Owns what `start` points to.
+    _map: MmapMut,
     len: usize,
     #[cfg(test)]
     ledger: std::sync::Mutex<Vec<Claim>>,
@@ -41,18 +47,14 @@ unsafe impl<T: Plain> Send for SharedMem<T> {}
 unsafe impl<T: Plain> Sync for SharedMem<T> {}
 
 impl<T: Plain> SharedMem<T> {
-    fn layout(len: usize) -> Option<Layout> {
-        let bytes = len.max(1).checked_mul(size_of::<T>())?;
-        Layout::from_size_align(bytes.checked_next_multiple_of(64)?, 64).ok()
-    }
-
-    /// `len` zeros, or `None` if the system refuses. Large blocks take physical memory only when first touched.
+    /// `len` zeros, or `None` if the system refuses. They take physical memory only when first touched.
     pub(crate) fn zeroed(len: usize) -> Option<SharedMem<T>> {
-        let layout = Self::layout(len)?;
-        // SAFETY: the layout's size is not zero.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) }.cast::<T>())?;
+        let bytes = len.max(1).checked_mul(size_of::<T>())?;
+        let mut map = MmapMut::map_anon(bytes).ok()?;
+        let start = NonNull::new(map.as_mut_ptr().cast::<T>())?;
         Some(SharedMem {
             start,
+            _map: map,
             len,
             #[cfg(test)]
             ledger: std::sync::Mutex::default(),
@@ -144,15 +146,6 @@ impl<T: Plain> SharedMem<T> {
     }
 }
 
-impl<T: Plain> Drop for SharedMem<T> {
-    fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.len) {
-            // SAFETY: allocated in `zeroed` with the same layout.
-            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -166,7 +159,25 @@ mod tests {
         assert_eq!(SharedMem::<u8>::zeroed(0).expect("nothing can be had").len(), 0);
     }
 
-    #[cfg(test)]
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn takes_physical_memory_only_where_touched() {
+        let resident = || {
+            let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux has it");
+            statm
+                .split(' ')
+                .nth(1)
+                .and_then(|n| n.parse::<usize>().ok())
+                .expect("the second number")
+                * 4096
+        };
+        let before = resident();
+        let mem = SharedMem::<f32>::zeroed(256 << 20).expect("a gigabyte of addresses can be had");
+        mem.write(0..1)[0] = 1.0;
+        // Other tests of this process allocate meanwhile, but no gigabyte.
+        assert!(resident() < before + (512 << 20), "{before} -> {}", resident());
+    }
+
     #[test]
     fn the_ledger_finds_two_workers_in_one_range() {
         let mem = SharedMem::<f32>::zeroed(10).expect("a little memory can be had");
