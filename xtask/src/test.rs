@@ -21,9 +21,15 @@ pub(crate) fn run() -> anyhow::Result<()> {
         .output()
         .is_ok_and(|o| o.status.success())
     {
+        // The tests of the workspace have built the program beside this one.
+        let program =
+            std::env::current_exe()?.with_file_name(format!("dynalm{}", std::env::consts::EXE_SUFFIX));
         step(
             "the openai client against the server",
-            Command::new("bash").arg(&script).current_dir(&root),
+            Command::new("bash")
+                .arg(&script)
+                .env("E2E_BIN", program)
+                .current_dir(&root),
         )?;
     } else {
         eprintln!("skipped: the openai client against the server (python3 is not on this machine)");

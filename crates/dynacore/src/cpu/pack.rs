@@ -30,6 +30,9 @@ enum Form {
     Rows16(Mmap),
 }
 
+/// How much of a tensor is packed before its mapped pages are forgotten, bytes: enough work for all threads.
+const SLAB_BYTES: usize = 16 << 20;
+
 /// Brings a weight into the form `table` reads. Uses rayon's threads, and may be called from them.
 ///
 /// Weights of the portable table keep the checkpoint's bytes; the others own a packed copy, and the mapped pages of
@@ -60,13 +63,24 @@ pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Resu
     #[cfg(target_os = "linux")]
     let _ = packed.advise(memmap2::Advice::HugePage);
     let row_bytes = bytes.as_slice().len() / decl.rows;
-    packed
-        .par_chunks_mut(group_bytes)
-        .zip(bytes.as_slice().par_chunks(ROWS * row_bytes))
-        .for_each(|(packed, rows)| match geometry.heads {
-            0 => pack_floats(geometry.bytes, rows, row_bytes, packed),
-            _ => pack_blocks(&geometry, rows, row_bytes, packed),
-        });
+    // Slab by slab, so that of a large tensor the mapped pages and the packed ones are never all resident together.
+    let slab = (SLAB_BYTES / (ROWS * row_bytes)).max(1);
+    let slabs = packed
+        .chunks_mut(slab * group_bytes)
+        .zip(bytes.as_slice().chunks(slab * ROWS * row_bytes));
+    for (i, (packed, rows)) in slabs.enumerate() {
+        packed
+            .par_chunks_mut(group_bytes)
+            .zip(rows.par_chunks(ROWS * row_bytes))
+            .for_each(|(packed, rows)| match geometry.heads {
+                0 => pack_floats(geometry.bytes, rows, row_bytes, packed),
+                _ => pack_blocks(&geometry, rows, row_bytes, packed),
+            });
+        if let WeightBytes::Mapped(file, range) = bytes {
+            let start = range.start + i * slab * ROWS * row_bytes;
+            file.forget(start..start + rows.len());
+        }
+    }
     let packed = packed.make_read_only().map_err(|_| short())?;
     Ok(PackedLinear {
         form: Form::Rows16(packed),
