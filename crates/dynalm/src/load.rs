@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use dynacore::device::WeightUsage;
+use dynacore::device::weight_usage;
 use dynacore::{Device, Executor, KvGeometry, KvType, Tensor};
-use dynair::{CacheDecl, Graph, Limits, Op, Plan, TensorIndex};
+use dynair::{CacheDecl, Graph, Limits, Plan, TensorIndex};
 use rayon::prelude::*;
 
 use crate::error::{Error, Result};
@@ -527,44 +527,6 @@ fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
     low
 }
 
-/// Which ops read each weight of a plan.
-fn usages(plan: &Plan) -> Vec<WeightUsage> {
-    let mut usages = vec![WeightUsage::default(); plan.weights.len()];
-    for step in &plan.steps {
-        for (i, input) in step.inputs.iter().enumerate() {
-            let dynair::Operand::Weight(id) = input else {
-                continue;
-            };
-            let usage = &mut usages[id.0 as usize];
-            match &step.op {
-                Op::Embed => usage.embed = true,
-                _ if plan.weights[id.0 as usize].rows > 1 && is_matrix_operand(&step.op, i) => {
-                    usage.linear = true
-                }
-                _ => usage.vector = true,
-            }
-        }
-    }
-    usages
-}
-
-fn is_matrix_operand(op: &Op, input: usize) -> bool {
-    use dynair::FusedOp;
-    match op {
-        Op::Linear => input == 1,
-        Op::Fused(FusedOp::LinearGlu(_)) => input >= 1,
-        Op::Fused(FusedOp::LinearGroup { bias }) => {
-            let mut at = 1;
-            bias.iter().any(|b| {
-                let weight = at;
-                at += 1 + usize::from(*b);
-                weight == input
-            })
-        }
-        _ => false,
-    }
-}
-
 /// Loads a checkpoint onto a device.
 ///
 /// # Errors
@@ -648,7 +610,7 @@ pub fn load_sized(
 
 /// Hands every weight to the device, several at once. Rows of a merged tensor become weights of their own.
 fn load_weights(gguf: &Gguf, plan: &Plan, device: &dyn Device) -> Result<Vec<Tensor>> {
-    let usages = usages(plan);
+    let usages = weight_usage(plan);
     // The largest first, so that no thread is left with a big one at the end.
     let mut order: Vec<usize> = (0..plan.weights.len()).collect();
     order.sort_by_key(|i| std::cmp::Reverse(plan.weights[*i].rows * plan.weights[*i].cols));
