@@ -4,10 +4,10 @@ use std::io::{BufRead, IsTerminal, Write};
 
 use clap::Args;
 
-use super::{Usage, console, pull, text};
+use super::{Usage, console, text};
 use crate::load;
 use crate::settings::Settings;
-use crate::source;
+use crate::source::{self, SourceConfig};
 
 /// Arguments of `models`.
 #[derive(Debug, Args)]
@@ -40,7 +40,7 @@ pub(super) fn list(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()>
 }
 
 fn local(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
-    let models = source::list(&pull::source_config(settings))?;
+    let models = source::list(&SourceConfig::from_settings(settings))?;
     let mut rows = vec![
         [
             "NAME",
@@ -98,7 +98,7 @@ fn local(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
 }
 
 fn available(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
-    let config = pull::source_config(settings);
+    let config = SourceConfig::from_settings(settings);
     let free = dynacore::cpu::Topology::detect().free_bytes();
     let mut rows = vec![
         ["NAME", "PARAMETERS", "TYPE", "FROM", "HERE"]
@@ -144,7 +144,7 @@ fn bits(quant: &str) -> u64 {
 }
 
 pub(super) fn remove(args: &RmArgs, settings: &Settings) -> anyhow::Result<()> {
-    let config = pull::source_config(settings);
+    let config = SourceConfig::from_settings(settings);
     for name in &args.names {
         if !args.yes {
             if !std::io::stdin().is_terminal() {

@@ -7,7 +7,7 @@ use dynacore::Device;
 
 use super::{console, session, text};
 use crate::load;
-use crate::settings::{Origin, Settings};
+use crate::settings::Settings;
 use crate::source::{self, Event, Progress, SourceConfig};
 
 /// Arguments of `pull`.
@@ -25,30 +25,6 @@ pub(super) struct PullArgs {
     /// As JSON
     #[arg(long)]
     json: bool,
-}
-
-/// Where models come from, by settings and the tools' own variables.
-pub(super) fn source_config(settings: &Settings) -> SourceConfig {
-    let mut config =
-        SourceConfig::from_environment(&|name| settings.environment().get(name).map(str::to_owned));
-    if let Some(dir) = settings.path("models_dir") {
-        config.models_dir = dir;
-    }
-    config.offline |= settings.flag("offline");
-    let given = |key: &str| {
-        (*settings.origin(key) != Origin::Default && !settings.text(key).is_empty())
-            .then(|| settings.text(key).trim_end_matches('/').to_owned())
-    };
-    if let Some(endpoint) = given("hub.endpoint") {
-        config.hub_endpoint = endpoint;
-    }
-    if let Some(token) = given("hub.token") {
-        config.hub_token = Some(token);
-    }
-    if let Some(index) = given("pypi.index") {
-        config.index_url = index;
-    }
-    config
 }
 
 /// Shows a pull's events on stderr.
@@ -96,7 +72,7 @@ impl Display<'_> {
 
 /// The file of the model called `name`; a model that is not here is pulled.
 pub(super) fn find_or_pull(name: &str, settings: &Settings) -> anyhow::Result<PathBuf> {
-    let config = source_config(settings);
+    let config = SourceConfig::from_settings(settings);
     if let Some(model) = source::find_local(name, &config)? {
         return Ok(model.path().to_owned());
     }
@@ -107,7 +83,7 @@ pub(super) fn find_or_pull(name: &str, settings: &Settings) -> anyhow::Result<Pa
 }
 
 pub(super) fn run(args: &PullArgs, settings: &Settings) -> anyhow::Result<()> {
-    let mut config = source_config(settings);
+    let mut config = SourceConfig::from_settings(settings);
     config.force = args.force;
     let name = match &args.quant {
         Some(quant) if args.name.starts_with("hf:") => format!("{}:{quant}", args.name),
