@@ -13,7 +13,9 @@ use std::time::Instant;
 
 use dynacore::WeightBytes;
 use dynacore::cpu::isa::Isa;
-use dynacore::cpu::ops::linear::{prepare, run, scratch_bytes};
+use dynacore::cpu::ops::linear::{
+    Prepared, TILE_ROWS, prepare, prepare_tiles, run, scratch_bytes, tile_bytes, tiles,
+};
 use dynacore::cpu::pack::{PackedLinear, pack};
 use dynacore::cpu::table::KernelTable;
 use dynair::{DType, WeightDecl};
@@ -171,11 +173,25 @@ fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize)
     let x: Vec<f32> = (0..n * cols)
         .map(|i| ((i * 37 % 1000) as f32 - 500.0) * 0.002)
         .collect();
-    let mut scratch = vec![0; n * scratch_bytes(table, cols)];
-    prepare(table, &x, cols, &mut scratch);
+    let mut scratch = vec![0; n * scratch_bytes(table, cols) + n.next_multiple_of(TILE_ROWS) * 2 * cols + 64];
+    let at = scratch.as_ptr().align_offset(64);
+    let scratch = &mut scratch[at..];
+    let from_tiles = tiles(table, n, cols);
+    let prepared = if from_tiles {
+        let out = &mut scratch[..n.div_ceil(TILE_ROWS) * tile_bytes(cols)];
+        let blocks = x
+            .chunks(TILE_ROWS * cols)
+            .zip(out.chunks_exact_mut(tile_bytes(cols)));
+        blocks.for_each(|(x, out)| prepare_tiles(table, x, cols, out));
+        Prepared::Tiles(out)
+    } else {
+        let out = &mut scratch[..n * scratch_bytes(table, cols)];
+        prepare(table, &x, cols, out);
+        Prepared::Records(out)
+    };
     // A sample takes about a millisecond, so that some of them are not interrupted.
     let each = if n >= 64 {
-        64
+        if from_tiles { 512 } else { 64 }
     } else {
         (SAMPLE_BYTES / row_bytes).min(ROWS) / threads / n.div_ceil(8) / 16 * 16
     };
@@ -190,7 +206,7 @@ fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize)
                 &weights[i % weights.len()],
                 None,
                 &x,
-                &scratch,
+                prepared,
                 first..first + each,
                 |row, column, values| {
                     out[row * each + column - first..][..values.len()].copy_from_slice(values);

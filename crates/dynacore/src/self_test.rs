@@ -265,6 +265,14 @@ pub fn geometry(graph: &Graph, kind: KvType, block_tokens: usize, blocks: usize)
     }
 }
 
+/// What `doctor` runs on devices that make products of many rows from tiles.
+pub fn short_tiles() -> Vec<Case> {
+    let types = DType::WEIGHTS.into_iter();
+    types
+        .map(|dtype| cases::from_tiles(cases::linear(dtype, 20, 256, 48, cases::Values::Normal)))
+        .collect()
+}
+
 /// What `doctor` runs: one case of every op, in well under a second.
 pub fn short() -> Vec<Case> {
     use cases::{Values, attention, elementwise, linear, norm, rope};

@@ -3,7 +3,8 @@
 //! Tolerances and their reasons stand with the cases. A case that fails is named with its error; all of them are run
 //! before the test ends.
 
-use dynacore::cpu::table::tables;
+use dynacore::cpu::ops::linear::tiles;
+use dynacore::cpu::table::{KernelTable, tables};
 use dynacore::cpu::{CpuDevice, CpuOptions, Mode};
 use dynacore::self_test::{Case, fuses, run};
 use testkit::op_cases;
@@ -16,7 +17,7 @@ fn devices() -> Vec<CpuDevice> {
             new(CpuOptions {
                 threads: Some(2),
                 isa: Some(t.isa.name().into()),
-                mode: Mode::Auto,
+                mode: Mode::Exact,
             })
         })
         .collect();
@@ -29,14 +30,18 @@ fn devices() -> Vec<CpuDevice> {
 }
 
 fn check(cases: &[Case]) {
+    check_on(&devices(), cases);
+}
+
+fn check_on(devices: &[CpuDevice], cases: &[Case]) {
     let mut failures = Vec::new();
-    for device in devices() {
+    for device in devices {
         for case in cases {
             for fused in [true, false] {
-                if !fused && !fuses(&device, case) {
+                if !fused && !fuses(device, case) {
                     continue;
                 }
-                let result = run(&device, case, fused);
+                let result = run(device, case, fused);
                 if !result.passed() {
                     failures.push(format!("{result:?} (allowed: {})", case.reason));
                 }
@@ -69,6 +74,21 @@ fn rope() {
 #[test]
 fn linear() {
     check(&op_cases::linear_cases());
+}
+
+#[test]
+fn linear_from_tiles() {
+    let auto = |t: &KernelTable| CpuOptions {
+        threads: Some(2),
+        isa: Some(t.isa.name().into()),
+        mode: Mode::Auto,
+    };
+    let devices: Vec<_> = tables()
+        .into_iter()
+        .filter(|t| tiles(t, 1000, 32))
+        .map(|t| CpuDevice::new(&auto(t)).expect("a device can be made"))
+        .collect();
+    check_on(&devices, &op_cases::tile_cases());
 }
 
 #[test]

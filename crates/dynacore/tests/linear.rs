@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use dynacore::WeightBytes;
-use dynacore::cpu::ops::linear::{prepare, run, run_glu, scratch_bytes};
+use dynacore::cpu::ops::linear::{
+    Prepared, TILE_ROWS, prepare, prepare_tiles, run, run_glu, scratch_bytes, tile_bytes, tiles,
+};
 use dynacore::cpu::pack::{PackedLinear, pack};
 use dynacore::cpu::table::{KernelTable, tables};
 use dynair::{Activation, DType, QuantType, WeightDecl};
@@ -92,15 +94,49 @@ fn product(
     let mut written = vec![0; out.len()];
     let mut start = 0;
     for &end in splits.iter().chain([&w.rows()]) {
-        run(table, w, bias, x, &scratch, start..end, |row, column, values| {
-            for (i, v) in values.iter().enumerate() {
-                out[row * w.rows() + column + i] = *v;
-                written[row * w.rows() + column + i] += 1;
-            }
-        });
+        run(
+            table,
+            w,
+            bias,
+            x,
+            scratch.as_slice().into(),
+            start..end,
+            |row, column, values| {
+                for (i, v) in values.iter().enumerate() {
+                    out[row * w.rows() + column + i] = *v;
+                    written[row * w.rows() + column + i] += 1;
+                }
+            },
+        );
         start = end;
     }
     assert!(written.iter().all(|w| *w == 1), "every output is written once");
+    out
+}
+
+/// Rows of activations as tiles.
+fn as_tiles(table: &KernelTable, x: &[f32], cols: usize) -> Vec<u8> {
+    let mut scratch = vec![0xff; (x.len() / cols).div_ceil(TILE_ROWS) * tile_bytes(cols)];
+    let blocks = x.chunks(TILE_ROWS * cols);
+    for (x, out) in blocks.zip(scratch.chunks_exact_mut(tile_bytes(cols))) {
+        prepare_tiles(table, x, cols, out);
+    }
+    scratch
+}
+
+/// As [`product`], from tiles.
+fn tile_product(table: &KernelTable, w: &PackedLinear, x: &[f32], splits: &[usize]) -> Vec<f32> {
+    let n = x.len() / w.cols();
+    let scratch = as_tiles(table, x, w.cols());
+    let mut out = vec![f32::NAN; n * w.rows()];
+    let mut start = 0;
+    for &end in splits.iter().chain([&w.rows()]) {
+        let prepared = Prepared::Tiles(&scratch);
+        run(table, w, None, x, prepared, start..end, |row, column, values| {
+            out[row * w.rows() + column..][..values.len()].copy_from_slice(values);
+        });
+        start = end;
+    }
     out
 }
 
@@ -286,7 +322,7 @@ fn a_gated_pair_is_its_two_products_and_the_activation() {
                         [&gate, &up],
                         act,
                         &x,
-                        &scratch,
+                        scratch.as_slice().into(),
                         columns,
                         |row, column, values| {
                             out[row * rows + column..][..values.len()].copy_from_slice(values);
@@ -410,5 +446,144 @@ fn bytes_that_do_not_fit_the_declaration_are_refused() {
             ..decl
         };
         assert!(pack(table, &ids, &WeightBytes::Owned(Arc::from(vec![0; 3072]))).is_err());
+    }
+}
+
+/// Both operands have 8 significant bits: a weight is cut after its scale was raised to make up for that (up to 2^-7
+/// either way), an activation rounded (2^-9); sums are f32. Scales and minima are rounded to f16 (2^-11 each): where they
+/// cancel, that is more of the weight, and [`check_tiles`] adds it.
+const TILE_BOUND: f64 = 1.0 / 128.0 + 1.0 / 512.0 + 1e-4;
+
+/// Tables that have tiles.
+fn tile_tables() -> Vec<&'static KernelTable> {
+    tables().into_iter().filter(|t| tiles(t, 1000, 32)).collect()
+}
+
+#[test]
+fn products_from_tiles_match_f64() {
+    let mut random = Random(11);
+    for table in tile_tables() {
+        for dtype in DType::WEIGHTS {
+            let sizes = sizes(dtype)
+                .into_iter()
+                .filter(|(_, cols)| cols.is_multiple_of(32));
+            // More columns than a chunk of K, and than a block of rows lets stay in the cache.
+            for (rows, cols) in sizes.chain([(33, 1792)]) {
+                let bytes = weight_bytes(dtype, rows, cols, &mut random);
+                let w = packed(table, dtype, rows, cols, &bytes);
+                let decoded = dynair::quant::decode(dtype, &bytes, rows * cols).expect("they were encoded");
+                for (kind, n) in [
+                    ("ordinary", 300),
+                    ("huge", 33),
+                    ("outliers", 16),
+                    ("mixed", 9),
+                    ("sparse", 49),
+                ] {
+                    let x = activations(kind, n, cols, &mut random);
+                    let out = tile_product(table, &w, &x, &[]);
+                    check_tiles(
+                        &out,
+                        &decoded,
+                        &x,
+                        cols,
+                        &format!("{dtype} [{rows}, {cols}] {kind}"),
+                    );
+                    let last = tile_product(table, &w, &x[(n - 1) * cols..], &[]);
+                    same_bits(
+                        &out[(n - 1) * rows..],
+                        &last,
+                        &format!("{dtype} [{rows}, {cols}] alone"),
+                    );
+                    if rows > 32 {
+                        let split = tile_product(table, &w, &x, &[16, 32]);
+                        same_bits(&out, &split, &format!("{dtype} [{rows}, {cols}] split"));
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn check_tiles(out: &[f32], decoded: &[f32], x: &[f32], cols: usize, what: &str) {
+    let rows = decoded.len() / cols;
+    let (mut errors, mut terms) = (0.0, 0.0);
+    for (i, x) in x.chunks(cols).enumerate() {
+        for (r, w) in decoded.chunks(cols).enumerate() {
+            let products = || w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
+            let (truth, sum): (f64, f64) = (products().sum(), products().map(f64::abs).sum());
+            let largest = w.iter().fold(0.0f64, |m, v| m.max(f64::from(v.abs())));
+            let all: f64 = x.iter().map(|v| f64::from(v.abs()) * largest).sum();
+            let bound = TILE_BOUND * sum + all / 1024.0;
+            let error = (f64::from(out[i * rows + r]) - truth).abs();
+            assert!(
+                error <= bound + 1e-30,
+                "{what}, row {i}, output {r}: off by {error}, expected at most {bound}"
+            );
+            errors += error * error;
+            terms += products().map(|p| p * p).sum::<f64>();
+        }
+    }
+    // Independent roundings add as squares: two of a spread of 2^-8 / sqrt(12) / 0.7 each stay below 3e-3.
+    assert!(
+        errors.sqrt() <= 3e-3 * terms.sqrt() + 1e-30,
+        "{what}: spread {}",
+        (errors / terms).sqrt()
+    );
+}
+
+#[test]
+fn what_is_no_number_stays_in_its_row_of_a_tile() {
+    let mut random = Random(12);
+    for table in tile_tables() {
+        let (rows, cols) = (32, 256);
+        let bytes = weight_bytes(DType::Quant(QuantType::Q4K), rows, cols, &mut random);
+        let w = packed(table, DType::Quant(QuantType::Q4K), rows, cols, &bytes);
+        let mut x = activations("ordinary", 20, cols, &mut random);
+        let clean = tile_product(table, &w, &x, &[]);
+        x[3 * cols + 7] = f32::NAN;
+        x[17 * cols] = f32::INFINITY;
+        let out = tile_product(table, &w, &x, &[]);
+        for (i, (out, clean)) in out.chunks(rows).zip(clean.chunks(rows)).enumerate() {
+            match i {
+                3 | 17 => assert!(out.iter().all(|v| !v.is_finite()), "row {i}"),
+                _ => same_bits(out, clean, &format!("row {i}")),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gated_pair_from_tiles_is_its_two_products_and_the_activation() {
+    let mut random = Random(13);
+    for table in tile_tables() {
+        let (dtype, rows, cols, n) = (DType::Quant(QuantType::Q6K), 48, 512, 21);
+        let [gate, up] = [0; 2].map(|_| {
+            let bytes = weight_bytes(dtype, rows, cols, &mut random);
+            packed(table, dtype, rows, cols, &bytes)
+        });
+        let x = activations("ordinary", n, cols, &mut random);
+        let mut expected = tile_product(table, &gate, &x, &[]);
+        table.glu(
+            Activation::Silu,
+            &mut expected,
+            &tile_product(table, &up, &x, &[]),
+        );
+        let scratch = as_tiles(table, &x, cols);
+        let mut out = vec![f32::NAN; n * rows];
+        for columns in [0..32, 32..rows] {
+            let prepared = Prepared::Tiles(&scratch);
+            run_glu(
+                table,
+                [&gate, &up],
+                Activation::Silu,
+                &x,
+                prepared,
+                columns,
+                |row, column, values| {
+                    out[row * rows + column..][..values.len()].copy_from_slice(values);
+                },
+            );
+        }
+        same_bits(&out, &expected, "a gated pair");
     }
 }

@@ -4,7 +4,7 @@
 use dynacore::KvType;
 use dynacore::self_test::Case;
 use dynacore::self_test::cases::{
-    Attention, Values, attention, elementwise, linear, norm, rope, rope_scaled,
+    Attention, Values, attention, elementwise, from_tiles, linear, norm, rope, rope_scaled,
 };
 use dynair::{DType, RopeScaling, RopeStyle};
 
@@ -60,6 +60,18 @@ pub fn linear_cases() -> Vec<Case> {
             all.push(linear(dtype, n, k, m, Values::Normal));
         }
         all.push(linear(dtype, 3, 2 * k, 48, Values::Mixed));
+    }
+    all
+}
+
+/// Products of enough rows for tiles: whole ones and parts, odd numbers of row groups, several chunks of K.
+pub fn tile_cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for dtype in DType::WEIGHTS {
+        let k = dtype.block().0.max(32);
+        for (n, k, m) in [(16, k, 17), (33, 3 * k, 48), (70, 2048, 33)] {
+            all.push(from_tiles(linear(dtype, n, k, m, Values::Normal)));
+        }
     }
     all
 }

@@ -12,9 +12,10 @@ use std::time::Instant;
 use dynair::verify::{self, Pools};
 use dynair::{BatchMeta, Limits, Plan};
 
+use super::Mode;
 use super::kernels::ops::OpTable;
 use super::ops::attention::{Items, Layer, Scratch};
-use super::ops::linear;
+use super::ops::linear::{self, Prepared};
 use super::ops::rows::Rows;
 use super::pool::shared::SharedMem;
 use super::pool::{Job, Pool};
@@ -29,6 +30,12 @@ use crate::kv::KvGeometry;
 /// Pieces the columns of a product are cut into per worker: enough that a worker whose core is shared falls behind by
 /// little, few enough that a piece streams long.
 const PIECES_PER_WORKER: usize = 8;
+
+/// As [`PIECES_PER_WORKER`], for products from tiles with more than [`MANY_ROWS`] rows.
+const LONG_PIECES_PER_WORKER: usize = 3;
+
+/// See [`LONG_PIECES_PER_WORKER`].
+const MANY_ROWS: usize = 64;
 
 /// A lock whose data stays meaningful when a holder panicked.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -64,6 +71,8 @@ pub struct PhaseTime {
 /// What workers see of the executor.
 struct Inner {
     table: &'static KernelTable,
+    /// Whether products may be made from tiles, which few rows are not.
+    tiles: bool,
     ops: &'static OpTable,
     program: Program,
     limits: Limits,
@@ -129,7 +138,7 @@ impl CpuExecutor {
         weights: &[Tensor],
         kv: CpuKv,
         geometry: KvGeometry,
-        table: &'static KernelTable,
+        (table, mode): (&'static KernelTable, Mode),
         pool: Arc<Mutex<Pool>>,
     ) -> Result<CpuExecutor> {
         let ops = OpTable::of(table.isa).ok_or_else(|| Error::Unsupported {
@@ -144,7 +153,15 @@ impl CpuExecutor {
         let mut prepared = 0usize;
         for (phase, _) in &program.phases {
             if let Phase::Prepare { x } = phase {
-                let bytes = linear::scratch_bytes(table, x.width).checked_mul(x.bind(most));
+                let rows = x.bind(most);
+                let records = linear::scratch_bytes(table, x.width).checked_mul(rows);
+                let tiles = match linear::tiles(table, rows, x.width) {
+                    true => linear::tile_bytes(x.width).checked_mul(rows.div_ceil(linear::TILE_ROWS)),
+                    false => Some(0),
+                };
+                let bytes = records
+                    .max(tiles)
+                    .filter(|_| records.is_some() && tiles.is_some());
                 prepared = prepared.max(bytes.ok_or_else(|| out_of_memory(usize::MAX, "activations"))?);
             }
         }
@@ -169,6 +186,7 @@ impl CpuExecutor {
         });
         let inner = Arc::new(Inner {
             table,
+            tiles: mode == Mode::Auto,
             ops,
             limits: plan.limits,
             arena: zeroed(program.arena, "intermediate values")?,
@@ -508,9 +526,10 @@ impl Step {
             Phase::Attention { class, .. } => self.items[*class].count(),
             Phase::AttentionMerge { class, .. } => self.items[*class].merge_count(),
             Phase::Prepare { x } if linear::scratch_bytes(self.inner.table, x.width) == 0 => 0,
+            Phase::Prepare { x } if self.tiles(x) => x.bind(self.size).div_ceil(linear::TILE_ROWS),
             Phase::Prepare { x } => rows.row_items(x),
             Phase::Product { x, .. } if x.bind(self.size) == 0 => 0,
-            Phase::Product { linear, .. } => pieces(linear, self.inner.scratch.len()).1,
+            Phase::Product { x, linear } => self.pieces(x, linear).1,
         }
     }
 
@@ -585,10 +604,41 @@ impl Step {
 
     fn prepare(&self, x: &Val, items: Range<usize>) {
         let inner = &*self.inner;
+        if self.tiles(x) {
+            let bytes = linear::tile_bytes(x.width);
+            for tile in items {
+                let first = tile * linear::TILE_ROWS;
+                let rows = first..(first + linear::TILE_ROWS).min(x.bind(self.size));
+                let out = inner.prepared.write(tile * bytes..(tile + 1) * bytes);
+                linear::prepare_tiles(inner.table, inner.arena.read(x.row_range(rows)), x.width, out);
+            }
+            return;
+        }
         let rows = super::ops::rows::rows_of(items, x.bind(self.size), x.width);
         let bytes = linear::scratch_bytes(inner.table, x.width);
         let out = inner.prepared.write(rows.start * bytes..rows.end * bytes);
         linear::prepare(inner.table, inner.arena.read(x.row_range(rows)), x.width, out);
+    }
+
+    /// Whether the products of x are made from tiles.
+    fn tiles(&self, x: &Val) -> bool {
+        self.inner.tiles && linear::tiles(self.inner.table, x.bind(self.size), x.width)
+    }
+
+    /// Column groups per piece, and pieces, of a linear op.
+    fn pieces(&self, x: &Val, linear: &Linear) -> (usize, usize) {
+        let total: usize = widths(linear).map(|w| w.div_ceil(linear::COLUMN_ALIGN)).sum();
+        // Each piece of many rows reads all of x: fewer pieces, and pairs of groups for the tiles.
+        let (per_worker, unit) = match self.tiles(x) {
+            true if x.bind(self.size) > MANY_ROWS => (LONG_PIECES_PER_WORKER, 2),
+            true => (PIECES_PER_WORKER, 2),
+            false => (PIECES_PER_WORKER, 1),
+        };
+        let each = total
+            .div_ceil(per_worker * self.inner.scratch.len())
+            .max(1)
+            .next_multiple_of(unit);
+        (each, total.div_ceil(each))
     }
 
     /// Piece `piece` of the columns of a linear op.
@@ -596,9 +646,13 @@ impl Step {
         let inner = &*self.inner;
         let n = x.bind(self.size);
         let values = inner.arena.read(x.range(self.size));
-        let prepared = inner
-            .prepared
-            .read(0..n * linear::scratch_bytes(inner.table, x.width));
+        let prepared = if self.tiles(x) {
+            let bytes = n.div_ceil(linear::TILE_ROWS) * linear::tile_bytes(x.width);
+            Prepared::Tiles(inner.prepared.read(0..bytes))
+        } else {
+            let bytes = n * linear::scratch_bytes(inner.table, x.width);
+            Prepared::Records(inner.prepared.read(0..bytes))
+        };
         let put = |out: &Val| {
             let out = *out;
             move |row: usize, column: usize, values: &[f32]| {
@@ -607,7 +661,7 @@ impl Step {
             }
         };
         let form = "lowering checked the weight's form";
-        let (groups, _) = pieces(linear, inner.scratch.len());
+        let (groups, _) = self.pieces(x, linear);
         for (member, columns) in columns_of(linear, piece * groups..(piece + 1) * groups) {
             match linear {
                 Linear::Group(members) => {
@@ -632,13 +686,6 @@ fn widths(linear: &Linear) -> impl Iterator<Item = usize> + '_ {
         Linear::Glu { out, .. } => (&[][..], Some(out.width)),
     };
     members.iter().map(|m| m.out.width).chain(glu)
-}
-
-/// Column groups per piece, and pieces, of a linear op.
-fn pieces(linear: &Linear, workers: usize) -> (usize, usize) {
-    let total: usize = widths(linear).map(|w| w.div_ceil(linear::COLUMN_ALIGN)).sum();
-    let each = total.div_ceil(PIECES_PER_WORKER * workers).max(1);
-    (each, total.div_ceil(each))
 }
 
 /// The products and columns that column groups `groups`, counted through all products, stand for.

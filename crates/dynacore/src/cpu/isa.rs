@@ -18,11 +18,13 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL and VNNI (and all of [`Isa::Avx2`]).
     Avx512,
+    /// [`Isa::Avx512`] with BF16 and FP16, and AMX tiles of bf16 that the system lets this process use.
+    Amx,
 }
 
 impl Isa {
     /// All of them, the slowest first.
-    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// Its name in [`ISA_VARIABLE`], plans and logs.
     pub const fn name(self) -> &'static str {
@@ -30,6 +32,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 
@@ -51,8 +54,15 @@ impl Isa {
                     && is_x86_feature_detected!("avx512vl")
                     && is_x86_feature_detected!("avx512vnni")
             }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => {
+                Isa::Avx512.available()
+                    && is_x86_feature_detected!("avx512bf16")
+                    && is_x86_feature_detected!("avx512fp16")
+                    && super::kernels::amx::permitted()
+            }
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => false,
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => false,
         }
     }
 

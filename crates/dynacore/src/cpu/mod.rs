@@ -41,10 +41,11 @@ const ALIGNMENT: usize = 64;
 /// Which kernels a device may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
-    /// The fastest.
+    /// The fastest for the step at hand, within the precision the project promises: where the table has tiles, products
+    /// of many rows are made from them.
     #[default]
     Auto,
-    /// Results independent of batch, chunking and threads. All CPU kernels keep to that, so it means `Auto` here.
+    /// Results independent of batch, chunking and threads, bit for bit, and the same under every SIMD table.
     Exact,
     /// Portable kernels in f32.
     Safe,
@@ -66,6 +67,7 @@ pub struct CpuOptions {
 pub struct CpuDevice {
     info: DeviceInfo,
     table: &'static KernelTable,
+    mode: Mode,
     pool: Arc<Mutex<Pool>>,
 }
 
@@ -115,6 +117,7 @@ impl CpuDevice {
         Ok(CpuDevice {
             info,
             table: KernelTable::of(isa)?,
+            mode: options.mode,
             pool: Arc::new(Mutex::new(pool)),
         })
     }
@@ -153,7 +156,14 @@ impl CpuDevice {
                 what: "a cache allocated for other layers than the plan's".into(),
             });
         }
-        CpuExecutor::new(plan, weights, *data, geometry, self.table, Arc::clone(&self.pool))
+        CpuExecutor::new(
+            plan,
+            weights,
+            *data,
+            geometry,
+            (self.table, self.mode),
+            Arc::clone(&self.pool),
+        )
     }
 }
 
@@ -218,14 +228,18 @@ impl Device for CpuDevice {
 
 /// Holds every kernel table this CPU has against [`dynair::eval`], with the short list of cases; for `doctor`.
 pub fn self_test() -> Vec<SelfTestResult> {
-    let cases = crate::self_test::short();
+    let short = crate::self_test::short();
+    let tiles = crate::self_test::short_tiles();
+    let exact = table::tables().into_iter().map(|t| (t, Mode::Exact, &short));
+    let with_tiles = |t: &&KernelTable| ops::linear::tiles(t, usize::MAX, kernels::GROUP);
+    let auto = table::tables().into_iter().filter(with_tiles);
     let mut results = Vec::new();
-    for table in table::tables() {
+    for (table, mode, cases) in exact.chain(auto.map(|t| (t, Mode::Auto, &tiles))) {
         let isa = table.isa.name();
         match CpuDevice::new(&CpuOptions {
             threads: Some(2),
+            mode,
             isa: Some(isa.into()),
-            ..CpuOptions::default()
         }) {
             Ok(device) => results.extend(
                 cases

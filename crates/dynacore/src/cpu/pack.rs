@@ -7,6 +7,8 @@ use dynair::{DType, WeightDecl};
 use memmap2::{Mmap, MmapMut};
 use rayon::prelude::*;
 
+#[cfg(target_arch = "x86_64")]
+use super::kernels::amx::expand::{Scales, scales};
 use super::kernels::{Geometry, LINE, ROWS, gather_bits, spread_bits};
 use super::table::KernelTable;
 use crate::buffer::{Layout, WeightBytes};
@@ -22,6 +24,9 @@ pub struct PackedLinear {
     rows: usize,
     cols: usize,
     form: Form,
+    /// By row group, under tables with tiles.
+    #[cfg(target_arch = "x86_64")]
+    tile_scales: Vec<Scales>,
 }
 
 #[derive(Debug)]
@@ -81,9 +86,19 @@ pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Resu
             file.forget(start..start + rows.len());
         }
     }
+    #[cfg(target_arch = "x86_64")]
+    let tile_scales = match table.tiles {
+        Some(_) => packed
+            .par_chunks(group_bytes)
+            .map(|packed| scales(decl.dtype, packed, decl.cols))
+            .collect(),
+        None => Vec::new(),
+    };
     let packed = packed.make_read_only().map_err(|_| short())?;
     Ok(PackedLinear {
         form: Form::Rows16(packed),
+        #[cfg(target_arch = "x86_64")]
+        tile_scales,
         ..weight
     })
 }
@@ -116,6 +131,8 @@ pub fn keep(decl: &WeightDecl, bytes: &WeightBytes) -> Result<PackedLinear> {
         rows: decl.rows,
         cols: decl.cols,
         form: Form::RowMajor(bytes.clone()),
+        #[cfg(target_arch = "x86_64")]
+        tile_scales: Vec::new(),
     })
 }
 
@@ -160,6 +177,12 @@ impl PackedLinear {
                 Some(&packed[group * bytes..(group + 1) * bytes])
             }
         }
+    }
+
+    /// The scales of all row groups; none if the table has no tiles.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn tile_scales(&self) -> &[Scales] {
+        &self.tile_scales
     }
 
     /// Decodes row `row`: what [`dynair::quant::decode_row`] gives for the checkpoint's bytes.

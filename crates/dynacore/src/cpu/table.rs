@@ -6,6 +6,8 @@
 use dynair::{Activation, DType, QuantType};
 
 use super::isa::Isa;
+#[cfg(target_arch = "x86_64")]
+use super::kernels::amx::TileKernels;
 use super::kernels::{GroupFn, portable};
 use crate::error::{Error, Result};
 
@@ -31,6 +33,9 @@ pub struct KernelTable {
     pub isa: Isa,
     /// Kernels of packed weights; without them weights stay row-major.
     pub(crate) lanes: Option<LaneKernels>,
+    /// Products of many rows, for `auto` mode.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) tiles: Option<TileKernels>,
     pub(crate) glu: GluFn,
     pub(crate) act: ActFn,
 }
@@ -45,6 +50,8 @@ impl std::fmt::Debug for KernelTable {
 static PORTABLE: KernelTable = KernelTable {
     isa: Isa::Portable,
     lanes: None,
+    #[cfg(target_arch = "x86_64")]
+    tiles: None,
     glu: portable::glu,
     act: portable::activate,
 };
@@ -72,8 +79,10 @@ impl KernelTable {
             Isa::Avx2 => &super::kernels::avx2::TABLE,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => &super::kernels::avx512::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => &super::kernels::amx::TABLE,
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => &PORTABLE,
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => &PORTABLE,
         })
     }
 

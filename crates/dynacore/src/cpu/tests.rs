@@ -10,11 +10,14 @@ use crate::self_test::decoder::{Decoder, Tables};
 use crate::self_test::{Case, cases, compile, execute, run, short};
 
 fn device(isa: Isa, threads: usize) -> CpuDevice {
-    let isa = Some(isa.name().to_owned());
+    device_in(Mode::Exact, isa, threads)
+}
+
+fn device_in(mode: Mode, isa: Isa, threads: usize) -> CpuDevice {
     CpuDevice::new(&CpuOptions {
         threads: Some(threads),
-        isa,
-        ..CpuOptions::default()
+        mode,
+        isa: Some(isa.name().to_owned()),
     })
     .expect("a device can be made")
 }
@@ -209,6 +212,12 @@ fn the_decoder_is_what_the_evaluator_says() {
         };
         check(&device(isa, 2), &case, true);
         check(&device(isa, 2), &case, false);
+        let auto = Case {
+            tolerance: 0.1,
+            reason: "where there are tiles: seven products in a row of 3e-3 each, behind norms that multiply by up to 10",
+            ..case
+        };
+        check(&device_in(Mode::Auto, isa, 2), &auto, true);
     }
     let safe = CpuDevice::new(&CpuOptions {
         mode: Mode::Safe,
@@ -226,6 +235,22 @@ fn the_decoder_is_what_the_evaluator_says() {
         },
         true,
     );
+}
+
+/// Tiles are chosen by the number of rows of a step; who computes them changes nothing.
+#[test]
+fn in_auto_mode_the_number_of_workers_changes_no_bit() {
+    let mut rng = Rng::new(6);
+    let seqs = vec![(0..250).map(|_| rng.below(80) as u32).collect::<Vec<_>>()];
+    let schedule = [vec![(0, 200)], vec![(0, 17)], vec![(0, 32)], vec![(0, 1)]];
+    for isa in isas() {
+        let model = Model::new(&Decoder::small(), KvType::F16);
+        let truth = model.run(&device_in(Mode::Auto, isa, 1), &seqs, &schedule, 1);
+        for threads in [2, 3, 5] {
+            let found = model.run(&device_in(Mode::Auto, isa, threads), &seqs, &schedule, 2);
+            assert!(found == truth, "{isa} {threads}");
+        }
+    }
 }
 
 #[test]

@@ -303,6 +303,16 @@ pub fn linear(dtype: DType, n: usize, k: usize, m: usize, values: Values) -> Cas
     )
 }
 
+/// The case under a device that makes products of many rows from tiles.
+pub fn from_tiles(case: Case) -> Case {
+    Case {
+        name: format!("{} from tiles", case.name),
+        tolerance: 8e-3,
+        reason: "weights and activations of 8 significant bits: 3e-3 a product, two of which are multiplied",
+        ..case
+    }
+}
+
 /// Parameters of [`attention`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {

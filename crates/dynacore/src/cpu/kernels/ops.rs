@@ -123,9 +123,9 @@ impl OpTable {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => Some(&avx2::TABLE),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Some(&avx512::TABLE),
+            Isa::Avx512 | Isa::Amx => Some(&avx512::TABLE),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => None,
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => None,
         }
     }
 }

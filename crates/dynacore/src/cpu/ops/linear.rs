@@ -5,13 +5,17 @@
 //! computes a range of output columns ([`run`], [`run_glu`]). Results go to a sink, in pieces of up to sixteen
 //! neighbouring columns of one row, so that the caller alone decides where outputs lie.
 //!
-//! Under every table an output element depends on its own row of x and its own row of the weight alone: bit for bit
-//! the same whatever `n`, the order of rows, and the split into workers (see [`crate::cpu::kernels`]).
+//! Rows are prepared in one of two forms. From *records* an output element depends on its own row of x and its own
+//! row of the weight alone: bit for bit the same whatever `n`, the order of rows, and the split into workers (see
+//! [`crate::cpu::kernels`]). *Tiles*, where the table has them, are faster for many rows and less precise (see
+//! [`crate::cpu::kernels::amx`]); as it is the number of rows that decides, they are for `auto` mode alone.
 
 use std::ops::Range;
 
 use dynair::Activation;
 
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::kernels::amx;
 use crate::cpu::kernels::{GROUP, GroupArgs, RECORD, ROWS, portable};
 use crate::cpu::pack::PackedLinear;
 use crate::cpu::table::{KernelTable, slot};
@@ -24,6 +28,74 @@ const BLOCK_BYTES: usize = 320 << 10;
 
 /// Least number of rows that pass one row group before the next: the cost of expanding the weights is spread over them.
 const LEAST_BLOCK: usize = 48;
+
+/// Rows of activations that are prepared together as tiles.
+pub const TILE_ROWS: usize = 16;
+
+/// From this many rows on, tiles are faster than records. Measured with `bench_linear`.
+const TILES_FROM: usize = 9;
+
+/// Prepared rows of activations.
+#[derive(Debug, Clone, Copy)]
+pub enum Prepared<'a> {
+    /// What [`prepare`] wrote.
+    Records(&'a [u8]),
+    /// What [`prepare_tiles`] wrote.
+    Tiles(&'a [u8]),
+}
+
+impl<'a> From<&'a [u8]> for Prepared<'a> {
+    fn from(records: &'a [u8]) -> Prepared<'a> {
+        Prepared::Records(records)
+    }
+}
+
+/// Whether products of `n` rows of `cols` values are to be made from tiles, where the mode allows it.
+pub fn tiles(table: &KernelTable, n: usize, cols: usize) -> bool {
+    has_tiles(table) && n >= TILES_FROM && cols > 0 && cols.is_multiple_of(GROUP)
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_tiles(table: &KernelTable) -> bool {
+    table.tiles.is_some()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_tiles(_: &KernelTable) -> bool {
+    false
+}
+
+/// Bytes of scratch that the tiles of [`TILE_ROWS`] rows take.
+pub fn tile_bytes(cols: usize) -> usize {
+    TILE_ROWS * 2 * cols + 4 * TILE_ROWS
+}
+
+/// Prepares up to [`TILE_ROWS`] rows of activations `x [m, K]` as tiles, [`tile_bytes`] of them; an alignment of 64 is
+/// best.
+///
+/// # Panics
+/// If the lengths do not agree, K is no multiple of 32, or [`tiles`] is never true of the table.
+pub fn prepare_tiles(table: &KernelTable, x: &[f32], cols: usize, scratch: &mut [u8]) {
+    assert!(
+        cols > 0
+            && cols.is_multiple_of(GROUP)
+            && x.len() <= TILE_ROWS * cols
+            && scratch.len() == tile_bytes(cols),
+        "the rows of a tile"
+    );
+    #[cfg(target_arch = "x86_64")]
+    if let Some(kernels) = &table.tiles {
+        let (tiles, sums) = scratch.split_at_mut(tile_bytes(cols) - 4 * TILE_ROWS);
+        let mut factors = [0.0; TILE_ROWS];
+        // SAFETY: a table with these kernels is handed out only if the CPU has its instruction set.
+        unsafe { (kernels.prepare)(x, cols, tiles, &mut factors) }
+        for (sum, factor) in sums.as_chunks_mut().0.iter_mut().zip(factors) {
+            *sum = factor.to_le_bytes();
+        }
+        return;
+    }
+    panic!("{table:?} has no tiles");
+}
 
 /// Bytes of scratch that prepared activations take per row of x; 0 under tables that read x itself.
 ///
@@ -59,7 +131,7 @@ pub fn prepare(table: &KernelTable, x: &[f32], cols: usize, scratch: &mut [u8]) 
     }
 }
 
-/// Output columns `columns` of `x [n, K] * weight^T (+ bias)`; `scratch` holds the n prepared rows.
+/// Output columns `columns` of `x [n, K] * weight^T (+ bias)`; `prepared` holds the n prepared rows.
 ///
 /// `put(row, column, values)` is called with neighbouring columns of one row, every element of the range once.
 ///
@@ -70,7 +142,7 @@ pub fn run(
     weight: &PackedLinear,
     bias: Option<&[f32]>,
     x: &[f32],
-    scratch: &[u8],
+    prepared: Prepared<'_>,
     columns: Range<usize>,
     mut put: impl FnMut(usize, usize, &[f32]),
 ) {
@@ -81,7 +153,7 @@ pub fn run(
         table,
         weights: [weight],
         x,
-        scratch,
+        prepared,
     };
     product.for_groups(columns, |first, column, [acc]| {
         for (i, values) in acc.iter_mut().enumerate() {
@@ -103,7 +175,7 @@ pub fn run_glu(
     [gate, up]: [&PackedLinear; 2],
     act: Activation,
     x: &[f32],
-    scratch: &[u8],
+    prepared: Prepared<'_>,
     columns: Range<usize>,
     mut put: impl FnMut(usize, usize, &[f32]),
 ) {
@@ -116,7 +188,7 @@ pub fn run_glu(
         table,
         weights: [gate, up],
         x,
-        scratch,
+        prepared,
     };
     product.for_groups(columns, |first, column, [g, u]| {
         table.glu(act, g.as_flattened_mut(), u.as_flattened());
@@ -130,17 +202,13 @@ struct Product<'a, const W: usize> {
     table: &'a KernelTable,
     weights: [&'a PackedLinear; W],
     x: &'a [f32],
-    scratch: &'a [u8],
+    prepared: Prepared<'a>,
 }
 
 impl<const W: usize> Product<'_, W> {
     /// Computes row group by row group and row block by row block; `done(first row, first column, outputs)` takes
     /// each tile.
-    fn for_groups(
-        &self,
-        columns: Range<usize>,
-        mut done: impl FnMut(usize, usize, &mut [Vec<[f32; ROWS]>; W]),
-    ) {
+    fn for_groups(&self, columns: Range<usize>, mut done: impl FnMut(usize, usize, [&mut [[f32; ROWS]]; W])) {
         let (rows, cols) = (self.weights[0].rows(), self.weights[0].cols());
         assert!(
             columns.start.is_multiple_of(ROWS) && columns.start <= columns.end && columns.end <= rows,
@@ -152,6 +220,10 @@ impl<const W: usize> Product<'_, W> {
         );
         let n = self.x.len().checked_div(cols).unwrap_or(0);
         assert_eq!(n * cols, self.x.len(), "activations are whole rows of {cols}");
+        #[cfg(target_arch = "x86_64")]
+        if let Some((kernels, tiles)) = self.tiles() {
+            return self.for_tiles(kernels, tiles, n, columns, done);
+        }
         // Whole tiles of every table: 24 is a multiple of 6 and 8.
         let block = (BLOCK_BYTES / scratch_bytes(self.table, cols).max(1) / 24 * 24).max(LEAST_BLOCK);
         let mut acc: [Vec<[f32; ROWS]>; W] = std::array::from_fn(|_| vec![[0.0; ROWS]; n.min(block)]);
@@ -163,7 +235,7 @@ impl<const W: usize> Product<'_, W> {
                     acc.truncate(m);
                     self.group(weight, column / ROWS, first, acc, &mut decoded);
                 }
-                done(first, column, &mut acc);
+                done(first, column, acc.each_mut().map(Vec::as_mut_slice));
             }
         }
     }
@@ -188,10 +260,13 @@ impl<const W: usize> Product<'_, W> {
             }
             return;
         };
-        let records = match weight.dtype() {
-            dynair::DType::Quant(_) => {
+        let records = match (weight.dtype(), self.prepared) {
+            (dynair::DType::Quant(_), Prepared::Records(records)) => {
                 let bytes = scratch_bytes(self.table, cols);
-                &self.scratch[first * bytes..(first + acc.len()) * bytes]
+                &records[first * bytes..(first + acc.len()) * bytes]
+            }
+            (dynair::DType::Quant(_), Prepared::Tiles(_)) => {
+                unreachable!("every quantised type has tiles where the table has any")
             }
             _ => &[],
         };
@@ -205,4 +280,75 @@ impl<const W: usize> Product<'_, W> {
         // packed for this type and width, and `x` and `records` were cut to `acc.len()` rows.
         unsafe { lanes.groups[slot(weight.dtype())](&args, acc) }
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<const W: usize> Product<'_, W> {
+    /// The prepared tiles, if the product is made from them: F32 weights read x itself.
+    fn tiles(&self) -> Option<(&amx::TileKernels, &[u8])> {
+        let (Prepared::Tiles(tiles), Some(kernels)) = (self.prepared, &self.table.tiles) else {
+            return None;
+        };
+        let all = self
+            .weights
+            .iter()
+            .all(|w| kernels.expand[slot(w.dtype())].is_some() && w.group(0).is_some());
+        all.then_some((kernels, tiles))
+    }
+
+    /// As [`Product::for_groups`], from tiles.
+    fn for_tiles(
+        &self,
+        kernels: &amx::TileKernels,
+        tiles: &[u8],
+        n: usize,
+        columns: Range<usize>,
+        mut done: impl FnMut(usize, usize, [&mut [[f32; ROWS]]; W]),
+    ) {
+        let cols = self.weights[0].cols();
+        let groups = columns.start / ROWS..columns.end.div_ceil(ROWS);
+        let weights = self.weights.map(|weight| {
+            let packed = groups
+                .clone()
+                .map(|g| weight.group(g).expect("tiles() saw packed groups"));
+            packed.collect::<Vec<&[u8]>>()
+        });
+        let block = amx::block_rows(cols);
+        TILE_BUFFERS.with_borrow_mut(|(panel, sums)| {
+            for first in (0..n).step_by(block) {
+                let m = block.min(n - first);
+                let padded = m.next_multiple_of(TILE_ROWS);
+                let at = |row: usize| row / TILE_ROWS * tile_bytes(cols);
+                let x = &tiles[at(first)..at(first + padded)];
+                let each = groups.len() * padded;
+                sums.resize(W * each, [0.0; ROWS]);
+                for (i, sums) in sums.chunks_exact_mut(each.max(1)).enumerate() {
+                    let args = amx::TileArgs {
+                        weights: &weights[i],
+                        scales: &self.weights[i].tile_scales()[groups.clone()],
+                        dtype: self.weights[i].dtype(),
+                        cols,
+                        x,
+                    };
+                    // SAFETY: a table with these kernels is handed out only if the CPU has its instruction set and
+                    // the system permits tiles; the groups were packed for this type and width.
+                    unsafe { amx::product(kernels, &args, panel, sums) };
+                }
+                for (i, group) in groups.clone().enumerate() {
+                    let mut parts = sums.chunks_exact_mut(each);
+                    let acc = std::array::from_fn(|_| {
+                        let part = parts.next().expect("sums hold W parts");
+                        &mut part[i * padded..i * padded + m]
+                    });
+                    done(first, group * ROWS, acc);
+                }
+            }
+        });
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+thread_local! {
+    /// A worker's panel and sums: they are large, and every product needs them.
+    static TILE_BUFFERS: std::cell::RefCell<(Vec<amx::Line>, Vec<[f32; ROWS]>)> = const { std::cell::RefCell::new((Vec::new(), Vec::new())) };
 }

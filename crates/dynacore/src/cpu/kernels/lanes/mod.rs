@@ -189,10 +189,12 @@ macro_rules! out_of_line {
 }
 pub(crate) use out_of_line;
 
-/// The table of an instruction set: the kernels of every weight type for the vector `$lanes`.
+/// The table of an instruction set: the kernels of every weight type for the vector `$lanes`. `KERNELS` is what tables
+/// of instruction sets that contain this one start from.
 macro_rules! lane_table {
     ($isa:expr, $lanes:ty, $features:tt) => {
-        pub(crate) static TABLE: KernelTable = {
+        pub(crate) static TABLE: KernelTable = KERNELS;
+        pub(crate) const KERNELS: KernelTable = {
             use $crate::cpu::kernels::lanes::{float, quant, types};
             #[target_feature(enable = $features)]
             fn prepare(x: &[f32], records: &mut [u8]) {
@@ -227,6 +229,7 @@ macro_rules! lane_table {
                         quant::group::<$lanes, types::Q6K>,
                     ],
                 }),
+                tiles: None,
                 glu,
                 act: activate,
             }

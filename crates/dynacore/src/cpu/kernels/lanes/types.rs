@@ -30,6 +30,10 @@ pub(crate) trait QuantFormat {
     const GROUPS: usize = Self::GEOMETRY.block / GROUP;
     /// log2 of what is subtracted from codes; 0: nothing is.
     const OFFSET_BITS: u32 = 0;
+    /// Whether codes have a sign (and no offset); otherwise they are 0 to `2^CODE_BITS - 1`.
+    const SIGNED: bool = false;
+    /// Bits of a code.
+    const CODE_BITS: u32 = 8;
     /// Whether a group consists of two sub-blocks of 16 with integer scales.
     const HALVES: bool = false;
     /// Minima of a group: none, one, or one for each half.
@@ -40,6 +44,22 @@ pub(crate) trait QuantFormat {
     /// # Safety
     /// [`Lanes::WIDTH`] lanes of the block's body can be read.
     unsafe fn quad<L: Lanes, const HALF: usize>(l: L, body: *const u8, j: usize, i: usize) -> [L::I; 2];
+
+    /// As [`QuantFormat::quad`], but only the lowest [`QuantFormat::CODE_BITS`] of each 16 bits mean something: for
+    /// kernels that look codes up and would mask them for nothing.
+    ///
+    /// # Safety
+    /// As [`QuantFormat::quad`].
+    #[inline(always)]
+    unsafe fn loose_quad<L: Lanes, const HALF: usize>(
+        l: L,
+        body: *const u8,
+        j: usize,
+        i: usize,
+    ) -> [L::I; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { Self::quad::<L, HALF>(l, body, j, i) }
+    }
 
     /// Factors of a group.
     ///
@@ -149,6 +169,29 @@ macro_rules! format_of {
     };
 }
 
+/// [`QuantFormat::loose_quad`] of a type whose codes are nibbles, of the word `$w` from bit `$from` of each byte on.
+macro_rules! loose_nibbles {
+    (|$l:ident, $body:ident, $j:ident, $i:ident| $w:expr, $from:expr) => {
+        const CODE_BITS: u32 = 4;
+
+        #[inline(always)]
+        unsafe fn loose_quad<L: Lanes, const HALF: usize>(
+            $l: L,
+            $body: *const u8,
+            $j: usize,
+            $i: usize,
+        ) -> [L::I; 2] {
+            // SAFETY: the word is one of the type's body; the caller promises that it can be read.
+            let w = unsafe { $w };
+            let from = $from;
+            [
+                if from == 0 { w } else { $l.shr16(w, from) },
+                $l.shr16(w, from + 8),
+            ]
+        }
+    };
+}
+
 /// Nibbles of a block of 32: the low ones are elements 0 to 15, the high ones 16 to 31; `first` is their first word.
 ///
 /// # Safety
@@ -181,31 +224,37 @@ unsafe fn legacy_fifth<L: Lanes>(l: L, body: *const u8, i: usize) -> [L::I; 2] {
 
 format_of!(
     /// 32 nibbles, d.
-    Q4_0, QuantType::Q4_0, { const OFFSET_BITS: u32 = 3; },
+    Q4_0, QuantType::Q4_0, {
+        const OFFSET_BITS: u32 = 3;
+        loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+    },
     |l, body, _j, i| legacy_nibbles(l, body, 0, i),
     |l, head, _body, _j| plain(l, head, false)
 );
 format_of!(
     /// 32 nibbles, d and m.
-    Q4_1, QuantType::Q4_1, { const MINS: usize = 1; },
+    Q4_1, QuantType::Q4_1, {
+        const MINS: usize = 1;
+        loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+    },
     |l, body, _j, i| legacy_nibbles(l, body, 0, i),
     |l, head, _body, _j| plain(l, head, true)
 );
 format_of!(
     /// 32 times 5 bits, d.
-    Q5_0, QuantType::Q5_0, { const OFFSET_BITS: u32 = 4; },
+    Q5_0, QuantType::Q5_0, { const OFFSET_BITS: u32 = 4; const CODE_BITS: u32 = 5; },
     |l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)),
     |l, head, _body, _j| plain(l, head, false)
 );
 format_of!(
     /// 32 times 5 bits, d and m.
-    Q5_1, QuantType::Q5_1, { const MINS: usize = 1; },
+    Q5_1, QuantType::Q5_1, { const MINS: usize = 1; const CODE_BITS: u32 = 5; },
     |l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)),
     |l, head, _body, _j| plain(l, head, true)
 );
 format_of!(
     /// 32 signed bytes, d.
-    Q8_0, QuantType::Q8_0, {},
+    Q8_0, QuantType::Q8_0, { const SIGNED: bool = true; },
     |l, body, _j, i| {
         let w = word(l, body, i);
         [l.sar16(l.shl16(w, 8), 8), l.sar16(w, 8)]
@@ -271,13 +320,16 @@ unsafe fn k_factors<L: Lanes, const HALF: usize>(
 
 format_of!(
     /// 256 nibbles, 8 scales and minima. Words: 3 of scales, 32 of nibbles.
-    Q4K, QuantType::Q4K, { const MINS: usize = 1; },
+    Q4K, QuantType::Q4K, {
+        const MINS: usize = 1;
+        loose_nibbles!(|l, body, j, i| word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2));
+    },
     |l, body, j, i| pairs(l, plane::<L, 4>(l, word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0)),
     |l, head, body, j| k_factors::<L, HALF>(l, head, body, j)
 );
 format_of!(
     /// 256 times 5 bits, 8 scales and minima. Words: 3 of scales, 8 of fifth bits, 32 of nibbles.
-    Q5K, QuantType::Q5K, { const MINS: usize = 1; },
+    Q5K, QuantType::Q5K, { const MINS: usize = 1; const CODE_BITS: u32 = 5; },
     |l, body, j, i| pairs(l, l.or(
         plane::<L, 4>(l, word(l, body, 11 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
         plane::<L, 1>(l, word(l, body, 3 + i), j as u32, 4))),
@@ -285,7 +337,7 @@ format_of!(
 );
 format_of!(
     /// 256 times 6 bits, 16 signed scales. Words: 32 of low nibbles, 16 of upper pairs of bits, 4 of scales.
-    Q6K, QuantType::Q6K, { const OFFSET_BITS: u32 = 5; const HALVES: bool = true; },
+    Q6K, QuantType::Q6K, { const OFFSET_BITS: u32 = 5; const CODE_BITS: u32 = 6; const HALVES: bool = true; },
     |l, body, j, i| pairs(l, l.or(
         plane::<L, 4>(l, word(l, body, HALF * 16 + j % 2 * 8 + i), 4 * (j as u32 / 2 % 2), 0),
         plane::<L, 2>(l, word(l, body, 32 + HALF * 8 + i), 2 * (j as u32 % 4), 4))),
@@ -298,7 +350,7 @@ format_of!(
 );
 format_of!(
     /// 256 times 3 bits, 16 scales of 6 bits. Words: 8 of third bits, 16 of low pairs of bits, 3 of scales.
-    Q3K, QuantType::Q3K, { const OFFSET_BITS: u32 = 2; const HALVES: bool = true; },
+    Q3K, QuantType::Q3K, { const OFFSET_BITS: u32 = 2; const CODE_BITS: u32 = 3; const HALVES: bool = true; },
     |l, body, j, i| pairs(l, l.or(
         plane::<L, 2>(l, word(l, body, 8 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
         plane::<L, 1>(l, word(l, body, i), j as u32, 2))),
@@ -313,7 +365,7 @@ format_of!(
 );
 format_of!(
     /// 256 times 2 bits, 16 scales and minima of 4 bits. Words: 4 of scales, 16 of pairs of bits.
-    Q2K, QuantType::Q2K, { const HALVES: bool = true; const MINS: usize = 2; },
+    Q2K, QuantType::Q2K, { const CODE_BITS: u32 = 2; const HALVES: bool = true; const MINS: usize = 2; },
     |l, body, j, i| pairs(l, plane::<L, 2>(l, word(l, body, 4 + HALF * 8 + i), 2 * (j as u32 % 4), 0)),
     |l, head, body, j| {
         let dmin = l.neg_f(l.load_f16(head.add(LINE / 2)));

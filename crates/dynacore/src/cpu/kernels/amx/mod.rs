@@ -1,0 +1,408 @@
+//! AMX: products with many rows of activations on bf16 tiles; everything else is the AVX-512 table's.
+//!
+//! # Data
+//!
+//! Activations are rounded to bf16 and stand in *tiles* of 16 rows by 32 values of K, `[rows / 16][K / 32][16][32]`, a
+//! kibibyte each, in the order of the records' codes (see [`crate::cpu::kernels`]). Rows past the last are zero. Behind
+//! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded, a chunk of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows of the
+//! weight: line p of a tile holds pair p of the group's codes for each row ([`expand`]). A tile product adds 16 by 16
+//! results in f32, and its lines are the 16 outputs of one row of activations, as everywhere.
+//!
+//! # Precision
+//!
+//! Both operands have 8 significant bits, so a product is off by 2.4e-3 of its rms, where 15-bit codes are off by 4e-5.
+//! The order of the sums depends on the table, not on the number of rows; but few rows use the other kernels, so
+//! **this path is for `auto` mode alone**: `exact` keeps one arithmetic.
+//!
+//! # Walk
+//!
+//! ```text
+//! for each chunk of K                      so that its tiles of x stay in the second-level cache
+//!     for each two row groups              32 outputs (few rows of x: first these, then the chunks)
+//!         expand their weights             a panel in the nearer caches
+//!         for each 32 rows of x            2 x 2 accumulators of 16 x 16
+//! ```
+
+pub(crate) mod expand;
+
+use std::arch::asm;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use self::expand::{ExpandFn, Scales};
+use super::{GROUP, ROWS};
+use crate::cpu::table::{KernelTable, slot};
+use dynair::DType;
+
+/// Rows of activations in a tile.
+pub(crate) const TILE_ROWS: usize = 16;
+
+/// Bytes of a tile, of either operand or of sums.
+pub(crate) const TILE: usize = 1024;
+
+/// Groups of K of a panel when few rows pass it: with its sums and activations it stays in the nearest cache.
+const SHORT: usize = 8;
+
+/// Groups of K of a panel otherwise: long, because sums are fetched and put back for each chunk.
+const LONG: usize = 48;
+
+/// Most rows for which a panel is [`SHORT`].
+const FEW: usize = 32;
+
+/// Bytes of activations that pass a panel before the next is expanded: about half a second-level cache.
+const BLOCK_BYTES: usize = 800 << 10;
+
+/// The table: AVX-512 for few rows, tiles for many.
+pub(crate) static TABLE: KernelTable = KernelTable {
+    isa: crate::cpu::isa::Isa::Amx,
+    tiles: Some(expand::KERNELS),
+    ..super::avx512::KERNELS
+};
+
+/// What the many-row path of a table consists of.
+pub(crate) struct TileKernels {
+    /// Rounds up to [`TILE_ROWS`] rows of activations into tiles.
+    pub(crate) prepare: PrepareTilesFn,
+    /// By [`slot`]; a type without one takes the other path.
+    pub(crate) expand: [Option<ExpandFn>; DType::WEIGHTS.len()],
+}
+
+/// `x [m, K]` with m up to [`TILE_ROWS`] into `tiles`, [`TILE`] bytes for each 32 values of K; `sums` are the factors
+/// of the rows' sums.
+pub(crate) type PrepareTilesFn =
+    unsafe fn(x: &[f32], cols: usize, tiles: &mut [u8], sums: &mut [f32; TILE_ROWS]);
+
+/// Bytes of [`TILE_ROWS`] rows of activations: tiles, then the factors of their sums.
+pub(crate) const fn rows_bytes(cols: usize) -> usize {
+    cols / GROUP * TILE + 4 * TILE_ROWS
+}
+
+/// Whether this process may use tiles: the CPU has them and the system grants their state (Linux asks for a request,
+/// once per process, because the state makes contexts large).
+pub(crate) fn permitted() -> bool {
+    static PERMITTED: OnceLock<bool> = OnceLock::new();
+    *PERMITTED.get_or_init(|| {
+        // Leaf 7 of CPUID: AMX-BF16, AMX-TILE.
+        let features = std::arch::x86_64::__cpuid_count(7, 0).edx;
+        features & (1 << 22) != 0 && features & (1 << 24) != 0 && request()
+    })
+}
+
+#[cfg(target_os = "linux")]
+fn request() -> bool {
+    /// `ARCH_REQ_XCOMP_PERM`.
+    const REQUEST: libc::c_long = 0x1023;
+    /// `XFEATURE_XTILEDATA`.
+    const TILE_DATA: libc::c_long = 18;
+    // SAFETY: the call takes two integers and changes nothing but the process's permissions.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST, TILE_DATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn request() -> bool {
+    false
+}
+
+/// Rows of activations that pass a panel before the next is expanded: whole pairs of tiles.
+pub(crate) fn block_rows(cols: usize) -> usize {
+    let chunk = (cols / GROUP).clamp(1, LONG) * GROUP;
+    (BLOCK_BYTES / (2 * chunk) / 32 * 32).max(128)
+}
+
+/// Row groups of one weight and the tiles they meet.
+pub(crate) struct TileArgs<'a> {
+    /// The packed bytes of each row group.
+    pub(crate) weights: &'a [&'a [u8]],
+    /// The scales of each row group.
+    pub(crate) scales: &'a [Scales],
+    /// Their type.
+    pub(crate) dtype: DType,
+    /// K, a multiple of 32.
+    pub(crate) cols: usize,
+    /// Prepared activations, [`rows_bytes`] for each 16 rows, aligned to 64 bytes for speed.
+    pub(crate) x: &'a [u8],
+}
+
+/// Multiplies row groups with all rows of activations: writes `sums[row groups][m][16]`, m rounded up to tiles.
+///
+/// # Panics
+/// If the lengths do not agree or the table cannot expand the type.
+///
+/// # Safety
+/// The CPU has the table's instruction set and [`permitted`] was true; each of the weights is a row group of `cols`
+/// columns of the type.
+pub(crate) unsafe fn product(
+    kernels: &TileKernels,
+    args: &TileArgs<'_>,
+    panel: &mut Vec<Line>,
+    sums: &mut [[f32; ROWS]],
+) {
+    let groups = args.cols / GROUP;
+    let rows_bytes = rows_bytes(args.cols);
+    let tiles = args.x.len() / rows_bytes;
+    assert!(
+        args.cols.is_multiple_of(GROUP) && args.x.len() == tiles * rows_bytes,
+        "whole tiles"
+    );
+    let rows = tiles * TILE_ROWS;
+    assert!(
+        sums.len() == args.weights.len() * rows && args.scales.len() == args.weights.len(),
+        "a sum per output, scales per row group"
+    );
+    let expand = kernels.expand[slot(args.dtype)].expect("the caller asked for a type with tiles");
+    let chunk = if rows <= FEW { SHORT } else { LONG };
+    panel.resize(2 * chunk.min(groups) * TILE / size_of::<Line>(), Line([0; 64]));
+    sums.fill([0.0; ROWS]);
+    // SAFETY: the caller promises the instruction set and the permission; the configuration is this function's for its
+    // whole length, since nothing it calls uses tiles but `pair`.
+    unsafe { configure() };
+    let pairs = || {
+        let weights = args.weights.chunks(2).zip(args.scales.chunks(2));
+        weights.zip((0..).step_by(2 * rows))
+    };
+    let firsts = || (0..groups).step_by(chunk);
+    let mut panel = |pair: Pair<'_>, at: usize, first: usize| {
+        let (rest, sums) = (chunk.min(groups - first), &mut sums[at..at + pair.0.len() * rows]);
+        // SAFETY: the caller promises the instruction set and the weights; tiles are configured.
+        unsafe {
+            multiply(
+                args,
+                expand,
+                pair,
+                first..first + rest,
+                panel.as_mut_ptr().cast(),
+                sums,
+            )
+        }
+    };
+    if rows <= FEW {
+        // The weights stream: each row group from its start to its end.
+        for (pair, at) in pairs() {
+            firsts().for_each(|first| panel(pair, at, first));
+        }
+    } else {
+        for first in firsts() {
+            pairs().for_each(|(pair, at)| panel(pair, at, first));
+        }
+    }
+    // SAFETY: as for `configure`.
+    unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
+    for (scales, sums) in args.scales.iter().zip(sums.chunks_exact_mut(rows)) {
+        for (x, sums) in args.x.chunks_exact(rows_bytes).zip(sums.as_chunks_mut().0) {
+            let factors = x.last_chunk().expect("the factors of 16 rows");
+            // SAFETY: the caller promises the instruction set.
+            unsafe { scale_sums(scales.sums, factors, sums) };
+        }
+    }
+}
+
+/// One or two row groups and their scales.
+type Pair<'a> = (&'a [&'a [u8]], &'a [Scales]);
+
+/// Expands groups of K of one or two row groups and adds their products with all rows of x to the sums.
+///
+/// # Safety
+/// As [`product`]; tiles are configured; `panel` has room for twice as many tiles as there are groups of K.
+unsafe fn multiply(
+    args: &TileArgs<'_>,
+    expand: ExpandFn,
+    (weights, scales): Pair<'_>,
+    range: Range<usize>,
+    panel: *mut u8,
+    sums: &mut [[f32; ROWS]],
+) {
+    let count = range.len();
+    for (i, (weight, scales)) in weights.iter().zip(scales).enumerate() {
+        // SAFETY: the groups lie inside the row group, and the panel has room for them, as the caller promises.
+        unsafe {
+            expand(
+                weight,
+                range.start,
+                count,
+                scales.weights,
+                panel.add(i * count * TILE),
+            )
+        };
+    }
+    let rows_bytes = rows_bytes(args.cols);
+    let tiles = args.x.len() / rows_bytes;
+    assert_eq!(sums.len(), weights.len() * tiles * TILE_ROWS, "a sum per output");
+    let sums = sums.as_mut_ptr().cast::<u8>();
+    for tile in (0..tiles).step_by(2) {
+        let at = |t: usize| t * rows_bytes + range.start * TILE;
+        // SAFETY: tile `tile` (and the next, where there is one) of x holds the groups of the range; the panel holds as
+        // many for each row group, just written; the sums of a row group are `tiles` tiles.
+        unsafe {
+            let x = args.x.as_ptr().add(at(tile));
+            let x2 = args.x.as_ptr().add(at((tile + 1).min(tiles - 1)));
+            let sum = sums.add(tile * TILE);
+            match (tile + 1 < tiles, weights.len()) {
+                (true, 2) => two_by_two([x, x2], panel, count, sum, tiles * TILE),
+                (false, 2) => one_by_two(x, panel, count, sum, tiles * TILE),
+                (true, _) => {
+                    one_by_one(x, panel, count, sum);
+                    one_by_one(x2, panel, count, sum.add(TILE));
+                }
+                _ => one_by_one(x, panel, count, sum),
+            }
+        }
+    }
+}
+
+/// Multiplies the sums of a tile by the row group's factor and by those of the rows.
+#[target_feature(enable = "avx512f")]
+fn scale_sums(weight: f32, rows: &[u8; 4 * TILE_ROWS], sums: &mut [[f32; ROWS]; TILE_ROWS]) {
+    for (row, sums) in rows.as_chunks().0.iter().zip(sums) {
+        let row = f32::from_le_bytes(*row);
+        // In this order: each of the factors may be out of the other's reach.
+        sums.iter_mut().for_each(|v| *v = *v * weight * row);
+    }
+}
+
+/// A cache line, so that panels are aligned.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(crate) struct Line(
+    #[expect(dead_code, reason = "panels are written and read through pointers")] [u8; 64],
+);
+
+/// All eight tiles are 16 lines of 64 bytes.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    line_bytes: [u16; 16],
+    lines: [u8; 16],
+}
+
+static CONFIG: Config = Config {
+    palette: 1,
+    start_row: 0,
+    reserved: [0; 14],
+    line_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+    lines: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+};
+
+/// # Safety
+/// [`permitted`] was true.
+unsafe fn configure() {
+    // SAFETY: the configuration is a valid one of palette 1, and a static, so that no store to it can be lost.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(readonly, nostack, preserves_flags)) };
+}
+
+/// Adds x · panel for 32 rows of x and two row groups: one sum tile at `sum`, for the next rows [`TILE`] further, for
+/// the second row group `stride` further.
+///
+/// # Safety
+/// Tiles are configured; `count >= 1` tiles at each `x`, twice as many at `panel` can be read; the sums can be read and
+/// written.
+#[inline]
+unsafe fn two_by_two(x: [*const u8; 2], panel: *const u8, count: usize, sum: *mut u8, stride: usize) {
+    // SAFETY: the caller promises all memory; every tile register is declared.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{s} + {line}*1]",
+            "tileloadd tmm1, [{s2} + {line}*1]",
+            "tileloadd tmm2, [{s} + {line}*1 + 1024]",
+            "tileloadd tmm3, [{s2} + {line}*1 + 1024]",
+            "2:",
+            "tileloadd tmm4, [{x} + {line}*1]",
+            "tileloadd tmm6, [{w} + {line}*1]",
+            "tileloadd tmm7, [{w2} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm5, [{x2} + {line}*1]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "add {x}, 1024",
+            "add {w}, 1024",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "add {x2}, 1024",
+            "add {w2}, 1024",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "dec {n}",
+            "jnz 2b",
+            "tilestored [{s} + {line}*1], tmm0",
+            "tilestored [{s2} + {line}*1], tmm1",
+            "tilestored [{s} + {line}*1 + 1024], tmm2",
+            "tilestored [{s2} + {line}*1 + 1024], tmm3",
+            x = inout(reg) x[0] => _,
+            x2 = inout(reg) x[1] => _,
+            w = inout(reg) panel => _,
+            w2 = inout(reg) panel.add(count * TILE) => _,
+            n = inout(reg) count => _,
+            s = in(reg) sum,
+            s2 = in(reg) sum.add(stride),
+            line = in(reg) 64usize,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// As [`two_by_two`] for 16 rows of x.
+///
+/// # Safety
+/// As there.
+#[inline]
+unsafe fn one_by_two(x: *const u8, panel: *const u8, count: usize, sum: *mut u8, stride: usize) {
+    // SAFETY: as there.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{s} + {line}*1]",
+            "tileloadd tmm1, [{s2} + {line}*1]",
+            "2:",
+            "tileloadd tmm4, [{x} + {line}*1]",
+            "tileloadd tmm6, [{w} + {line}*1]",
+            "tileloadd tmm7, [{w2} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "add {x}, 1024",
+            "add {w}, 1024",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "add {w2}, 1024",
+            "dec {n}",
+            "jnz 2b",
+            "tilestored [{s} + {line}*1], tmm0",
+            "tilestored [{s2} + {line}*1], tmm1",
+            x = inout(reg) x => _,
+            w = inout(reg) panel => _,
+            w2 = inout(reg) panel.add(count * TILE) => _,
+            n = inout(reg) count => _,
+            s = in(reg) sum,
+            s2 = in(reg) sum.add(stride),
+            line = in(reg) 64usize,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// As [`two_by_two`] for 16 rows of x and one row group.
+///
+/// # Safety
+/// As there.
+#[inline]
+unsafe fn one_by_one(x: *const u8, panel: *const u8, count: usize, sum: *mut u8) {
+    // SAFETY: as there.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{s} + {line}*1]",
+            "2:",
+            "tileloadd tmm4, [{x} + {line}*1]",
+            "tileloadd tmm6, [{w} + {line}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "add {x}, 1024",
+            "add {w}, 1024",
+            "dec {n}",
+            "jnz 2b",
+            "tilestored [{s} + {line}*1], tmm0",
+            x = inout(reg) x => _,
+            w = inout(reg) panel => _,
+            n = inout(reg) count => _,
+            s = in(reg) sum,
+            line = in(reg) 64usize,
+            out("tmm0") _, out("tmm4") _, out("tmm6") _,
+            options(nostack),
+        );
+    }
+}
