@@ -7,7 +7,7 @@
 //! one after another with the given numbers of rows of activations. Printed are the weights' bytes per second (and
 //! their share of a streaming read by as many threads) and multiply-adds per second.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -121,32 +121,42 @@ fn matrices(table: &KernelTable, dtype: DType, cols: usize) -> Vec<PackedLinear>
     weights
 }
 
-/// Runs `job(worker)` on each thread and gives the seconds until the last ended; the threads start together.
-fn together(threads: usize, job: impl Fn(usize) + Sync) -> f64 {
-    let ready = AtomicUsize::new(0);
-    let times = Mutex::new(Vec::new());
+/// Runs `job(worker, sample)` for each sample on each thread; the threads stay, and start each sample together. Gives the
+/// seconds of the best sample, until its last thread ended. The first samples warm up and do not count.
+fn best_together(threads: usize, samples: usize, job: impl Fn(usize, usize) + Sync) -> f64 {
+    /// Samples that do not count.
+    const WARM_UP: usize = 2;
+    let (ready, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let longest = AtomicU64::new(0);
+    let mut all = f64::INFINITY;
+    let wait = |counter: &AtomicUsize, round: usize| {
+        counter.fetch_add(1, Ordering::SeqCst);
+        while counter.load(Ordering::SeqCst) < threads * (round + 1) {
+            std::hint::spin_loop();
+        }
+    };
+    let work = |worker: usize, sample: usize| {
+        wait(&ready, sample);
+        let start = Instant::now();
+        job(worker, sample);
+        longest.fetch_max(start.elapsed().as_nanos() as u64, Ordering::SeqCst);
+        wait(&ended, sample);
+    };
     std::thread::scope(|s| {
-        for worker in 0..threads {
-            let (ready, times, job) = (&ready, &times, &job);
-            s.spawn(move || {
-                ready.fetch_add(1, Ordering::SeqCst);
-                while ready.load(Ordering::SeqCst) < threads {
-                    std::hint::spin_loop();
-                }
-                let start = Instant::now();
-                job(worker);
-                times
-                    .lock()
-                    .expect("no thread panics while it holds the lock")
-                    .push(start.elapsed().as_secs_f64());
-            });
+        for worker in 1..threads {
+            let work = &work;
+            s.spawn(move || (0..samples + WARM_UP).for_each(|sample| work(worker, sample)));
+        }
+        for sample in 0..samples + WARM_UP {
+            longest.store(0, Ordering::SeqCst);
+            work(0, sample);
+            let seconds = longest.load(Ordering::SeqCst) as f64 / 1e9;
+            if sample >= WARM_UP {
+                all = all.min(seconds);
+            }
         }
     });
-    times
-        .into_inner()
-        .expect("all threads have ended")
-        .into_iter()
-        .fold(0.0, f64::max)
+    all
 }
 
 /// The best of many short samples: what the kernels do when nothing else takes the cores. `sample(i)` gives seconds.
@@ -157,11 +167,9 @@ fn best(samples: usize, mut sample: impl FnMut(usize) -> f64) -> f64 {
 /// GB/s of a plain sum.
 fn streaming(data: &[u64], threads: usize) -> f64 {
     let parts: Vec<&[u64]> = data.chunks_exact(SAMPLE_BYTES / 8 / threads).collect();
-    let seconds = best(parts.len() / threads, |i| {
-        together(threads, |worker| {
-            let part = parts[i * threads + worker];
-            std::hint::black_box(part.iter().fold(0u64, |a, b| a.wrapping_add(*b)));
-        })
+    let seconds = best_together(threads, parts.len() / threads - 2, |worker, i| {
+        let part = parts[i * threads + worker];
+        std::hint::black_box(part.iter().fold(0u64, |a, b| a.wrapping_add(*b)));
     });
     (SAMPLE_BYTES / threads * threads) as f64 / seconds / 1e9
 }
@@ -195,25 +203,24 @@ fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize)
     } else {
         (SAMPLE_BYTES / row_bytes).min(ROWS) / threads / n.div_ceil(8) / 16 * 16
     };
-    let seconds = best(200, |i| {
-        together(threads, |worker| {
-            let mut out = vec![0.0f32; n * each];
-            // Every sample reads other weights; neighbours in memory follow later.
-            let share = (i * 7 + worker) % (ROWS / each);
-            let first = share * each;
-            run(
-                table,
-                &weights[i % weights.len()],
-                None,
-                &x,
-                prepared,
-                first..first + each,
-                |row, column, values| {
-                    out[row * each + column - first..][..values.len()].copy_from_slice(values);
-                },
-            );
-            std::hint::black_box(out);
-        })
+    let outs: Vec<_> = (0..threads).map(|_| Mutex::new(vec![0.0f32; n * each])).collect();
+    let seconds = best_together(threads, 200, |worker, i| {
+        let mut out = outs[worker].lock().expect("each worker has its own");
+        // Every sample reads other weights; neighbours in memory follow later.
+        let share = (i * 7 + worker) % (ROWS / each);
+        let first = share * each;
+        run(
+            table,
+            &weights[i % weights.len()],
+            None,
+            &x,
+            prepared,
+            first..first + each,
+            |row, column, values| {
+                out[row * each + column - first..][..values.len()].copy_from_slice(values);
+            },
+        );
+        std::hint::black_box(&out);
     });
     let outputs = (threads * each) as f64;
     (
