@@ -33,7 +33,7 @@ const LEAST_BLOCK: usize = 48;
 pub const TILE_ROWS: usize = 16;
 
 /// From this many rows on, tiles are faster than records. Measured with `bench_linear`.
-const TILES_FROM: usize = 9;
+const TILES_FROM: usize = 7;
 
 /// Prepared rows of activations.
 #[derive(Debug, Clone, Copy)]
@@ -321,7 +321,10 @@ impl<const W: usize> Product<'_, W> {
                 let at = |row: usize| row / TILE_ROWS * tile_bytes(cols);
                 let x = &tiles[at(first)..at(first + padded)];
                 let each = groups.len() * padded;
-                sums.resize(W * each, [0.0; ROWS]);
+                // Aligned to lines, which tiles are stored as.
+                sums.resize((W * each + 1) * ROWS, 0.0);
+                let start = sums.as_ptr().align_offset(64);
+                let sums = &mut sums[start..start + W * each * ROWS].as_chunks_mut().0;
                 for (i, sums) in sums.chunks_exact_mut(each.max(1)).enumerate() {
                     let args = amx::TileArgs {
                         weights: &weights[i],
@@ -350,5 +353,5 @@ impl<const W: usize> Product<'_, W> {
 #[cfg(target_arch = "x86_64")]
 thread_local! {
     /// A worker's panel and sums: they are large, and every product needs them.
-    static TILE_BUFFERS: std::cell::RefCell<(Vec<amx::Line>, Vec<[f32; ROWS]>)> = const { std::cell::RefCell::new((Vec::new(), Vec::new())) };
+    static TILE_BUFFERS: std::cell::RefCell<(Vec<amx::Line>, Vec<f32>)> = const { std::cell::RefCell::new((Vec::new(), Vec::new())) };
 }

@@ -262,18 +262,11 @@ impl Codes {
     /// The CPU has the table's instruction set.
     #[inline(always)]
     unsafe fn new<T: QuantFormat>() -> Codes {
-        let offset = offset::<T>();
-        let mut table = [half::f16::ZERO; 32];
-        for (i, value) in table.iter_mut().enumerate() {
-            let code = i % (1 << T::CODE_BITS.min(5));
-            *value = half::f16::from_f32(code as f32 - offset);
-        }
-        let start = i16::from_le_bytes(half::f16::from_f32(1024.0 + offset).to_le_bytes());
-        // SAFETY: the caller promises the instruction set; the table is 64 bytes of plain data.
+        // SAFETY: the caller promises the instruction set; a table is 64 bytes.
         unsafe {
             Codes {
-                table: std::mem::transmute::<[half::f16; 32], __m512i>(table),
-                start: _mm512_castsi512_ph(_mm512_set1_epi16(start)),
+                table: _mm512_loadu_si512((&raw const *const { &code_table::<T>() }).cast()),
+                start: _mm512_castsi512_ph(_mm512_set1_epi16(const { integer(1024 + offset::<T>()) as i16 })),
             }
         }
     }
@@ -302,12 +295,36 @@ impl Codes {
 }
 
 /// What is subtracted from codes.
-const fn offset<T: QuantFormat>() -> f32 {
+const fn offset<T: QuantFormat>() -> i32 {
     if T::SIGNED {
-        128.0
+        128
     } else {
-        ((1 << T::OFFSET_BITS) & !1) as f32
+        (1 << T::OFFSET_BITS) & !1
     }
+}
+
+/// The f16 values of codes of up to five bits, over and over where they have fewer.
+const fn code_table<T: QuantFormat>() -> [u16; 32] {
+    let mut table = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        let bits = if T::CODE_BITS < 5 { T::CODE_BITS } else { 5 };
+        table[i] = integer(i as i32 % (1 << bits) - offset::<T>());
+        i += 1;
+    }
+    table
+}
+
+/// The f16 of an integer of up to eleven bits.
+const fn integer(n: i32) -> u16 {
+    let size = n.unsigned_abs() as u16;
+    assert!(size < 1 << 11);
+    if size == 0 {
+        return 0;
+    }
+    let exponent = size.ilog2() as u16;
+    let fraction = (size << (10 - exponent)) & 0x3ff;
+    (if n < 0 { 0x8000 } else { 0 }) | (exponent + 15) << 10 | fraction
 }
 
 /// f32 lanes as pairs of equal f16.
@@ -488,6 +505,13 @@ mod tests {
         }
         let scales = scales(DType::Bf16, &[0; 32], 1);
         assert_eq!((scales.weights, scales.sums), (1.0, power(-64)));
+    }
+
+    #[test]
+    fn integers_are_their_f16() {
+        for n in -2047..2048 {
+            assert_eq!(integer(n), half::f16::from_f32(n as f32).to_bits(), "{n}");
+        }
     }
 
     #[test]
