@@ -523,9 +523,10 @@ fn check_tiles(out: &[f32], decoded: &[f32], x: &[f32], cols: usize, what: &str)
             terms += products().map(|p| p * p).sum::<f64>();
         }
     }
-    // Independent roundings add as squares: two of a spread of 2^-8 / sqrt(12) / 0.7 each stay below 3e-3.
+    // Independent roundings add as squares: 2^-7 and 2^-8 / sqrt(12), times 0.7 for values between powers of two, make
+    // 1.8e-3. Outliers leave few terms that matter, so that the two may double.
     assert!(
-        errors.sqrt() <= 3e-3 * terms.sqrt() + 1e-30,
+        errors.sqrt() <= 4e-3 * terms.sqrt() + 1e-30,
         "{what}: spread {}",
         (errors / terms).sqrt()
     );

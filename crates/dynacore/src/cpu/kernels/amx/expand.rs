@@ -125,7 +125,12 @@ fn group_exponent(dtype: DType, packed: &[u8], cols: usize) -> i32 {
     };
     // As integers, magnitudes are ordered like the floats. Exponents of f16: 2^(e - 15) <= |d| < 2^(e - 14).
     let e = i32::from(largest.unwrap_or(0) >> 10) - 14;
-    e + (most as u32).next_power_of_two().ilog2() as i32 - 15
+    let e = e + (most as u32).next_power_of_two().ilog2() as i32 - 15;
+    match dtype {
+        // Factors are scaled in f32, F16 weights by an f16.
+        DType::F16 => e.max(-15),
+        _ => e,
+    }
 }
 
 /// Brings rows of activations into bf16 tiles; see [`PrepareTilesFn`].
@@ -503,6 +508,8 @@ mod tests {
                 half::f16::from_f32(d).to_f32() * 128.0 * 32.0 * scales(dtype, &packed, cols).weights;
             assert!((1.0..=32768.0).contains(&largest), "{d}: {largest}");
         }
+        let f16 = scales(DType::F16, &half::f16::from_f32(1e-4).to_le_bytes(), 1);
+        assert!(half::f16::from_f32(f16.weights).is_finite(), "{f16:?}");
         let scales = scales(DType::Bf16, &[0; 32], 1);
         assert_eq!((scales.weights, scales.sums), (1.0, power(-64)));
     }
