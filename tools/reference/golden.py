@@ -28,7 +28,8 @@ from gguf.quants import dequantize
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
 CASES = [(f"tiny-{family}", kind) for family in FAMILIES for kind in ("F32", "Q8_0", "Q4_K_M")]
 CASES += [("tiny-llama", kind) for kind in
-          ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M", "Q5_K_M", "Q6_K")]
+          ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M", "Q5_K_M", "Q6_K",
+           "IQ4_NL", "IQ4_XS", "MXFP4")]
 SEED = 1
 PROMPT_TOKENS = 40
 GREEDY_TOKENS = 32

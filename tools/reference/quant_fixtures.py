@@ -4,14 +4,14 @@
 usage: quant_fixtures.py [OUT_DIR]          (needs: pip install gguf numpy)
 
 Writes `quant.bin` to OUT_DIR (default crates/dynair/tests/data). If `quant_k.bytes` lies there, which the test
-`k_encodings_are_pinned` writes under UPDATE_EXPECT=1 (blocks our K encoders made of the inputs in `quant.bin`), it also
-writes `quant_k.bin` with what `gguf` decodes them to. The order is therefore: this script, the test, this script.
+`our_encodings_are_pinned` writes under UPDATE_EXPECT=1 (blocks our encoders made of the inputs in `quant.bin`, in the
+types `gguf` does not encode), it also writes `quant_k.bin` with what `gguf` decodes them to. The order is therefore: this script, the test, this script.
 
 A fixture is a run of records, each: u8 length and bytes of its name, u32 length and bytes of the encoded data, u32
 number and f32s of the values; all little-endian.
   decode/TYPE   values = dequantize(data); data are random blocks and blocks of extremes
   encode/TYPE   data = quantize(values)
-  input/K       values alone: what the K encoders are pinned on
+  input/K       values alone: what our encoders are pinned on
 """
 import pathlib
 import struct
@@ -24,9 +24,10 @@ from gguf.quants import dequantize, quantize
 PLAIN = [T.F32, T.F16, T.BF16]
 LEGACY = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0]
 K = [T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K]
+TABLE = [T.IQ4_NL, T.IQ4_XS, T.MXFP4]
 # Where the f16 fields of a block stand.
 HALVES = {T.Q4_0: [0], T.Q4_1: [0, 2], T.Q5_0: [0], T.Q5_1: [0, 2], T.Q8_0: [0], T.Q2_K: [80, 82], T.Q3_K: [108],
-          T.Q4_K: [0, 2], T.Q5_K: [0, 2], T.Q6_K: [208]}
+          T.Q4_K: [0, 2], T.Q5_K: [0, 2], T.Q6_K: [208], T.IQ4_NL: [0], T.IQ4_XS: [0], T.MXFP4: []}
 
 
 def record(name, data, values):
@@ -39,7 +40,7 @@ def record(name, data, values):
 def blocks(rng, t):
     """Random blocks with sane scales, one wholly random, all zeros, all ones, and extreme scales."""
     size = GGML_QUANT_SIZES[t][1]
-    made = rng.integers(0, 256, (12 if t in LEGACY else 7, size), dtype=np.uint8)
+    made = rng.integers(0, 256, (12 if GGML_QUANT_SIZES[t][0] == 32 else 7, size), dtype=np.uint8)
     extremes = [0x0001, 0x8001, 0x7BFF, 0xFBFF, 0x7C00, 0x8000]  # +-smallest, +-largest, infinity, -0
     for i, block in enumerate(made):
         for field in HALVES[t]:
@@ -49,6 +50,8 @@ def blocks(rng, t):
             block[field:field + 2] = np.frombuffer(half.tobytes(), np.uint8)
     made[0] = rng.integers(0, 256, size, dtype=np.uint8)
     made[1], made[2] = 0, 255
+    if t == T.MXFP4:
+        made[3:7, 0] = 0, 1, 2, 254  # exponents of subnormal scales and the largest below 255
     return made
 
 
@@ -86,13 +89,19 @@ def main():
             rng.laplace(size=256) * np.repeat(2.0 ** np.arange(-4, 4), 32),
             np.concatenate([np.zeros(128), np.full(64, -1.5), np.linspace(0, 1, 64)])]
     fixture += record("input/K", np.zeros(0, np.uint8), np.stack(rows))
+    with np.errstate(all="ignore"):
+        for t in TABLE:
+            raw = blocks(rng, t)
+            fixture += record(f"decode/{t.name}", raw, dequantize(raw, t))
+    fixture += record("encode/MXFP4", quantize(values, T.MXFP4), values)
     (out / "quant.bin").write_bytes(fixture)
 
     encoded = out / "quant_k.bytes"
     if encoded.exists():
         data, fixture = np.frombuffer(encoded.read_bytes(), np.uint8), b""
-        for t in K:
-            n = len(rows) * GGML_QUANT_SIZES[t][1]
+        for t in K + TABLE[:2]:
+            elements, size = GGML_QUANT_SIZES[t]
+            n = len(rows) * 256 // elements * size
             fixture += record(f"encode/{t.name}", data[:n], dequantize(data[:n], t))
             data = data[n:]
         assert data.size == 0, "quant_k.bytes has another length than the inputs imply"

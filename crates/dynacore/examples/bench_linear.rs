@@ -18,7 +18,7 @@ use dynacore::cpu::ops::linear::{
 };
 use dynacore::cpu::pack::{PackedLinear, pack};
 use dynacore::cpu::table::KernelTable;
-use dynair::{DType, WeightDecl};
+use dynair::{DType, QuantType, WeightDecl};
 
 /// Output rows of a matrix.
 const ROWS: usize = 4096;
@@ -92,7 +92,7 @@ fn matrices(table: &KernelTable, dtype: DType, cols: usize) -> Vec<PackedLinear>
     let bytes = dtype.row_bytes(cols).expect("k is a whole number of blocks") * ROWS;
     let mut state = 1u64;
     // Codes are random; factors too, but small bit patterns of f16 are finite.
-    let data: Arc<[u8]> = (0..bytes)
+    let mut data: Vec<u8> = (0..bytes)
         .map(|_| {
             state = state
                 .wrapping_mul(6364136223846793005)
@@ -100,6 +100,11 @@ fn matrices(table: &KernelTable, dtype: DType, cols: usize) -> Vec<PackedLinear>
             (state >> 58) as u8
         })
         .collect();
+    if dtype == DType::Quant(QuantType::Mxfp4) {
+        // Small exponents would make products subnormal, which takes the CPU ten times as long.
+        data.chunks_exact_mut(dtype.block().1).for_each(|b| b[0] |= 64);
+    }
+    let data: Arc<[u8]> = data.into();
     let decl = WeightDecl {
         name: "w".into(),
         dtype,

@@ -33,11 +33,12 @@ impl Random {
 fn heads(dtype: DType) -> &'static [usize] {
     match dtype {
         DType::Quant(q) => match q {
-            QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 => &[0],
+            QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 | QuantType::Iq4Nl | QuantType::Iq4Xs => &[0],
             QuantType::Q4_1 | QuantType::Q5_1 | QuantType::Q4K | QuantType::Q5K => &[0, 2],
             QuantType::Q2K => &[80, 82],
             QuantType::Q3K => &[108],
             QuantType::Q6K => &[208],
+            QuantType::Mxfp4 => &[],
         },
         _ => &[],
     }
@@ -45,7 +46,7 @@ fn heads(dtype: DType) -> &'static [usize] {
 
 /// Bytes of `rows * cols` elements: every code and scale occurs, with factors of ordinary size.
 fn weight_bytes(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
-    if heads(dtype).is_empty() {
+    if !matches!(dtype, DType::Quant(_)) {
         let values: Vec<f32> = (0..rows * cols).map(|_| random.unit()).collect();
         return dynair::quant::encode(dtype, &values).expect("ordinary values have codes");
     }
@@ -56,6 +57,10 @@ fn weight_bytes(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> 
         for &at in heads(dtype) {
             let factor = half_bits(random.unit() * 0.01);
             block[at..at + 2].copy_from_slice(&factor);
+        }
+        if dtype == DType::Quant(QuantType::Mxfp4) {
+            // Powers of two from 2^-16 to 2^-9.
+            block[0] = 112 + (random.bits() % 8) as u8;
         }
     }
     bytes

@@ -27,11 +27,17 @@ pub enum QuantType {
     Q5K,
     /// 256 × 6 bit, 16 sub-blocks with 8-bit scale.
     Q6K,
+    /// 32 × 4 bit that index a table of signed bytes, one f16 scale; value = d·table\[q\].
+    Iq4Nl,
+    /// 256 × 4 bit that index the same table, 8 sub-blocks with 6-bit scale.
+    Iq4Xs,
+    /// 32 floats of 4 bit (E2M1) with a power of two in 8 bit (E8M0) as scale: OCP microscaling's MXFP4.
+    Mxfp4,
 }
 
 impl QuantType {
     /// Every quantised type, in the order of the enum.
-    pub const ALL: [QuantType; 10] = [
+    pub const ALL: [QuantType; 13] = [
         QuantType::Q4_0,
         QuantType::Q4_1,
         QuantType::Q5_0,
@@ -42,6 +48,9 @@ impl QuantType {
         QuantType::Q4K,
         QuantType::Q5K,
         QuantType::Q6K,
+        QuantType::Iq4Nl,
+        QuantType::Iq4Xs,
+        QuantType::Mxfp4,
     ];
 }
 
@@ -62,7 +71,7 @@ pub enum DType {
 
 impl DType {
     /// Every type a weight may have.
-    pub const WEIGHTS: [DType; 13] = [
+    pub const WEIGHTS: [DType; 16] = [
         DType::F32,
         DType::F16,
         DType::Bf16,
@@ -76,6 +85,9 @@ impl DType {
         DType::Quant(QuantType::Q4K),
         DType::Quant(QuantType::Q5K),
         DType::Quant(QuantType::Q6K),
+        DType::Quant(QuantType::Iq4Nl),
+        DType::Quant(QuantType::Iq4Xs),
+        DType::Quant(QuantType::Mxfp4),
     ];
 
     /// `(elements, bytes)` of one block; plain types have blocks of one element.
@@ -94,6 +106,9 @@ impl DType {
                 QuantType::Q4K => (256, 144),
                 QuantType::Q5K => (256, 176),
                 QuantType::Q6K => (256, 210),
+                QuantType::Iq4Nl => (32, 18),
+                QuantType::Iq4Xs => (256, 136),
+                QuantType::Mxfp4 => (32, 17),
             },
         }
     }
@@ -125,6 +140,9 @@ impl DType {
                 QuantType::Q4K => "Q4_K",
                 QuantType::Q5K => "Q5_K",
                 QuantType::Q6K => "Q6_K",
+                QuantType::Iq4Nl => "IQ4_NL",
+                QuantType::Iq4Xs => "IQ4_XS",
+                QuantType::Mxfp4 => "MXFP4",
             },
         }
     }

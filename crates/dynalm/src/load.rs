@@ -263,7 +263,10 @@ fn file_type_name(n: u32) -> Option<&'static str> {
         16 => "Q5_K_S",
         17 => "Q5_K_M",
         18 => "Q6_K",
+        25 => "IQ4_NL",
+        30 => "IQ4_XS",
         32 => "BF16",
+        38 => "MXFP4",
         _ => return None,
     })
 }

@@ -3,7 +3,7 @@
 use dynair::{DType, quant};
 use dynalm::format::Gguf;
 use modelkit::{read_vocab, tiny_gguf, write_gguf};
-use testkit::checkpoint::{Mix, ModelShape, make, tiny};
+use testkit::checkpoint::{Mix, ModelShape, TensorSpec, make, tiny};
 use testkit::vocab::Vocab;
 
 #[test]
@@ -32,6 +32,27 @@ fn tiny_models_of_each_family_are_read_back() {
         assert_eq!(norm.dtype, DType::F32);
         let values = quant::decode(DType::F32, &bytes[norm.range.clone()], norm.cols()).unwrap();
         assert!(values.iter().all(|v| (v - 1.0).abs() < 0.7), "{family}");
+    }
+}
+
+#[test]
+fn every_weight_type_is_written_and_read_back() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in DType::WEIGHTS {
+        let path = tiny_gguf(folder.path(), "llama", dtype.name(), 2);
+        let made = tiny("llama", Mix::named(dtype.name()).unwrap(), 2);
+        let (read, bytes) = (Gguf::open(&path).unwrap(), std::fs::read(&path).unwrap());
+        let of_the_type = |m: &&TensorSpec| m.dtype == dtype;
+        assert!(made.tensors.iter().any(|m| of_the_type(&m)), "{dtype}");
+        for m in made.tensors.iter().filter(of_the_type) {
+            let r = read.tensor(&m.name).unwrap();
+            assert_eq!(r.dtype, dtype, "{}", m.name);
+            assert!(
+                bytes[r.range.clone()] == made.tensor_bytes(m),
+                "{dtype}, {}",
+                m.name
+            );
+        }
     }
 }
 

@@ -245,12 +245,13 @@ fn scatter<const W: usize>(words: &[u8], out: &mut [u8]) {
 
 /// Quantised types. `rows` may hold fewer than sixteen rows; the others stay zero.
 fn pack_blocks(geometry: &Geometry, rows: &[u8], row_bytes: usize, packed: &mut [u8]) {
+    let width = geometry.head_width;
     for b in 0..row_bytes / geometry.bytes {
         for (r, row) in rows.chunks_exact(row_bytes).enumerate() {
             let block = &row[b * geometry.bytes..(b + 1) * geometry.bytes];
             for h in 0..geometry.heads {
-                let at = geometry.head(b) + h * LINE / 2 + 2 * r;
-                packed[at..at + 2].copy_from_slice(&block[geometry.head_at + 2 * h..][..2]);
+                let at = geometry.head(b) + (h * ROWS + r) * width;
+                packed[at..at + width].copy_from_slice(&block[geometry.head_at + width * h..][..width]);
             }
             let body = geometry.body(b) + 4 * r;
             scatter::<4>(
@@ -269,9 +270,10 @@ fn pack_blocks(geometry: &Geometry, rows: &[u8], row_bytes: usize, packed: &mut 
 
 /// Puts block `b` of lane `r` together again.
 fn unpack_block(geometry: &Geometry, group: &[u8], b: usize, r: usize, block: &mut [u8]) {
+    let width = geometry.head_width;
     for h in 0..geometry.heads {
-        let at = geometry.head(b) + h * LINE / 2 + 2 * r;
-        block[geometry.head_at + 2 * h..][..2].copy_from_slice(&group[at..at + 2]);
+        let at = geometry.head(b) + (h * ROWS + r) * width;
+        block[geometry.head_at + width * h..][..width].copy_from_slice(&group[at..at + width]);
     }
     for i in 0..geometry.words {
         let at = geometry.body(b) + i * LINE + 4 * r;

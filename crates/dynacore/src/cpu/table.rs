@@ -131,6 +131,9 @@ pub(crate) const fn slot(dtype: DType) -> usize {
             QuantType::Q4K => 10,
             QuantType::Q5K => 11,
             QuantType::Q6K => 12,
+            QuantType::Iq4Nl => 13,
+            QuantType::Iq4Xs => 14,
+            QuantType::Mxfp4 => 15,
         },
         DType::I32 => panic!("a weight has a weight type"),
     }

@@ -1,4 +1,4 @@
-//! Least-squares fits of one sub-block, the core of the K encoders.
+//! Least-squares fits of one sub-block, the core of the K encoders; [`super::table`] has the same search over its codes.
 //!
 //! A sub-block of values `x` is to be written as `scale * q` or `scale * q - min` with small integers `q`. For given
 //! integers the best real `scale` (and `min`) follow from the normal equations; for given `scale` the best integers
@@ -12,7 +12,7 @@
 /// Relative steps of the starting scales: from a range a fifth wider than the values' to one a third narrower, which
 /// clips the outermost. With few codes clipping pays (three codes each side: the best range of a normal sample is
 /// about 0.8 of its own).
-fn fan() -> impl Iterator<Item = f64> {
+pub(super) fn fan() -> impl Iterator<Item = f64> {
     (-6i32..=16).map(|k| 1.0 + f64::from(k) / 32.0)
 }
 

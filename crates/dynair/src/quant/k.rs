@@ -335,7 +335,7 @@ impl Symmetric {
 }
 
 /// The integer itself first, so that it wins a tie, then its neighbours.
-fn near(n: f64, least: f64, most: f64) -> impl Iterator<Item = f64> {
+pub(super) fn near(n: f64, least: f64, most: f64) -> impl Iterator<Item = f64> {
     [n, n - 1.0, n + 1.0]
         .into_iter()
         .filter(move |i| (least..=most).contains(i))

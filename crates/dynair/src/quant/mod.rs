@@ -2,12 +2,13 @@
 //!
 //! This is the definition that every kernel, repacking and model maker of the project is held against. It owns the
 //! formats of [`DType::WEIGHTS`]; it knows nothing of files, layouts of devices or speed. [`legacy`] holds the types of
-//! 32 elements a block, [`k`] those of 256, and [`fit`] the least-squares searches the encoders of the latter need.
+//! 32 elements a block, [`k`] those of 256, [`table`] those whose codes index a table, and [`fit`] the least-squares
+//! searches that encoders need.
 //!
 //! Decoding performs exactly the single-precision operations, in the order, that the reference implementation of the
 //! formats performs (the Python `gguf` package), so the results are bit-identical with it; only the payload of a NaN
-//! may differ. Encoding is bit-identical with it for F16, BF16 and the legacy types. It has no encoder for the K types;
-//! ours minimise the squared error of each sub-block.
+//! may differ. Encoding is bit-identical with it for F16, BF16, the legacy types and MXFP4. It has no encoder for
+//! the K types, IQ4_NL and IQ4_XS; ours minimise the squared error of each sub-block.
 //!
 //! # Byte layouts
 //!
@@ -17,7 +18,7 @@
 //! # Values that have no code
 //!
 //! F32, F16 and BF16 store NaN and infinities as such (F16 turns magnitudes from 65520 on into infinities). A block
-//! type has no code for them, and its scale is an `f16`: encoding a NaN, an infinity or a block whose scale or minimum
+//! type has no code for them, and its scale is an `f16` (but MXFP4's, whose scales reach beyond `f32`): encoding a NaN, an infinity or a block whose scale or minimum
 //! exceeds the range of `f16` is an error that names the element or block. Scales too small for `f16` become zero, and
 //! with them the block.
 
@@ -29,6 +30,7 @@ use crate::error::{Error, Result};
 mod fit;
 pub mod k;
 pub mod legacy;
+pub mod table;
 #[cfg(test)]
 mod tests;
 
@@ -65,6 +67,9 @@ pub fn decode_row(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<()> {
             QuantType::Q4K => blocks(bytes, out, k::decode_q4_k),
             QuantType::Q5K => blocks(bytes, out, k::decode_q5_k),
             QuantType::Q6K => blocks(bytes, out, k::decode_q6_k),
+            QuantType::Iq4Nl => blocks(bytes, out, table::decode_iq4_nl),
+            QuantType::Iq4Xs => blocks(bytes, out, table::decode_iq4_xs),
+            QuantType::Mxfp4 => blocks(bytes, out, table::decode_mxfp4),
         },
     }
     Ok(())
@@ -206,6 +211,9 @@ fn encode_blocks(q: QuantType, values: &[f32], out: &mut Vec<u8>) -> Result<()> 
         QuantType::Q4K => run!(k::encode_q4_k, 256),
         QuantType::Q5K => run!(k::encode_q5_k, 256),
         QuantType::Q6K => run!(k::encode_q6_k, 256),
+        QuantType::Iq4Nl => run!(table::encode_iq4_nl, 32),
+        QuantType::Iq4Xs => run!(table::encode_iq4_xs, 256),
+        QuantType::Mxfp4 => run!(table::encode_mxfp4, 32),
     }
     Ok(())
 }

@@ -21,6 +21,14 @@ const K: [DType; 5] = [
     DType::Quant(QuantType::Q5K),
     DType::Quant(QuantType::Q6K),
 ];
+const IQ4_NL: DType = DType::Quant(QuantType::Iq4Nl);
+const IQ4_XS: DType = DType::Quant(QuantType::Iq4Xs);
+const MXFP4: DType = DType::Quant(QuantType::Mxfp4);
+
+/// The types that the reference does not encode.
+fn fitted() -> impl Iterator<Item = DType> {
+    K.into_iter().chain([IQ4_NL, IQ4_XS])
+}
 
 struct Record {
     name: String,
@@ -94,9 +102,12 @@ fn every_type_decodes_as_the_reference() {
 }
 
 #[test]
-fn plain_and_legacy_types_encode_as_the_reference() {
+fn what_the_reference_encodes_is_encoded_alike() {
     let records = fixture("quant.bin");
-    for dtype in [DType::F32, DType::F16, DType::Bf16].into_iter().chain(LEGACY) {
+    for dtype in [DType::F32, DType::F16, DType::Bf16, MXFP4]
+        .into_iter()
+        .chain(LEGACY)
+    {
         let r = find(&records, &format!("encode/{dtype}"));
         let (elements, size) = dtype.block();
         let found = encode(dtype, &r.values).unwrap();
@@ -116,18 +127,18 @@ fn plain_and_legacy_types_encode_as_the_reference() {
     }
 }
 
-/// The bytes of our K encoders are pinned, and what the reference decodes them to is what we do.
+/// The bytes of our own encoders are pinned, and what the reference decodes them to is what we do.
 #[test]
-fn k_encodings_are_pinned() {
+fn our_encodings_are_pinned() {
     let inputs = fixture("quant.bin");
     let input = &find(&inputs, "input/K").values;
     if std::env::var_os("UPDATE_EXPECT").is_some() {
-        let all: Vec<u8> = K.iter().flat_map(|&t| encode(t, input).unwrap()).collect();
+        let all: Vec<u8> = fitted().flat_map(|t| encode(t, input).unwrap()).collect();
         std::fs::write(data_path("quant_k.bytes"), all).unwrap();
         return;
     }
     let records = fixture("quant_k.bin");
-    for dtype in K {
+    for dtype in fitted() {
         let r = find(&records, &format!("encode/{dtype}"));
         let encoded = encode(dtype, input).unwrap();
         assert!(
@@ -161,7 +172,8 @@ fn normals(n: usize, seed: u64) -> Vec<f32> {
 /// A uniform quantiser of step `s` has rms error `s / sqrt(12)`. The step of a fit that covers the sub-block's range is
 /// known from the mean range of `n` normal samples (3.53 for 16, 4.09 for 32) or their mean peak (2.07 for 16, that
 /// of a block of 32 without sub-blocks 2.4); least squares must be at least as good, and not be spoilt by the rounding
-/// of the scales to integers.
+/// of the scales to integers. The table of the IQ types is made for normal values: it must do better than sixteen codes
+/// of equal distance.
 #[test]
 fn encoding_error_of_normal_values_is_that_of_the_step() {
     let x = normals(256 * 64, 1);
@@ -177,6 +189,8 @@ fn encoding_error_of_normal_values_is_that_of_the_step() {
         ("Q4_K", bound(4.09, 15.0)),
         ("Q5_K", bound(4.09, 31.0)),
         ("Q6_K", bound(2.07, 32.0)),
+        ("IQ4_NL", bound(2.4, 8.0) * 0.95),
+        ("IQ4_XS", bound(2.4, 8.0) * 0.95),
     ] {
         let dtype = DType::from_name(dtype).unwrap();
         let y = decode(dtype, &encode(dtype, &x).unwrap(), x.len()).unwrap();
@@ -257,6 +271,46 @@ proptest! {
         }
     }
 
+    /// The table of the IQ types reaches 113 on one side where it reaches -127 on the other: an element of a fit that
+    /// covers the range is off by 14 of 127 parts at most (half a gap is 12), and least squares is no worse. What the
+    /// storing of the scale adds is that of the K types, but that the largest scale of the other sign may be a whole
+    /// integer off.
+    #[test]
+    fn iq4_errors_are_bounded(x in block()) {
+        for (dtype, most) in [(IQ4_NL, 0.0), (IQ4_XS, 32.0)] {
+            let bytes = encode(dtype, &x).unwrap();
+            let y = decode(dtype, &bytes, x.len()).unwrap();
+            let (elements, size) = dtype.block();
+            for (i, (x, y)) in x.chunks_exact(32).zip(y.chunks_exact(32)).enumerate() {
+                let d = f64::from(get_f16(&bytes, i * 32 / elements * size)).abs();
+                let scale = if most == 0.0 { d / 2048.0 + 2f64.powi(-25) } else { scale_error(d, most) + d / 2.0 };
+                let peak = x.iter().fold(0f64, |m, v| m.max(f64::from(v.abs())));
+                let bound = 1.0001 * (peak * 14.0 / 127.0 + 127.0 * scale);
+                prop_assert!(rms(x, y) <= bound, "{dtype}: rms {} over bound {bound}: {x:?} -> {y:?}", rms(x, y));
+            }
+        }
+    }
+
+    /// With the peak in 8 to 16 halved steps, the largest code is 12 and the widest gap 4: no element is off by more
+    /// than a quarter of the peak, or half of the smallest scale's step. The peak keeps its power of two, so what is
+    /// decoded is encoded to the same bytes.
+    #[test]
+    fn mxfp4_errors_are_bounded_and_its_encoding_is_stable(x in block(), power in -120i32..120) {
+        let x: Vec<f32> = x.iter().map(|v| v * 2f32.powi(power)).filter(|v| v.is_finite()).collect();
+        let x = &x[..x.len() / 32 * 32];
+        let bytes = encode(MXFP4, x).unwrap();
+        let y = decode(MXFP4, &bytes, x.len()).unwrap();
+        for (x, y) in x.chunks_exact(32).zip(y.chunks_exact(32)) {
+            let peak = x.iter().fold(0f64, |m, v| m.max(f64::from(v.abs())));
+            let bound = (peak / 4.0 * 1.0001).max(2f64.powi(-129));
+            for (a, b) in x.iter().zip(y) {
+                let e = (f64::from(*a) - f64::from(*b)).abs();
+                prop_assert!(e <= bound, "{a} became {b}, bound {bound}");
+            }
+        }
+        prop_assert_eq!(encode(MXFP4, &y).unwrap(), bytes);
+    }
+
     /// What a legacy type has decoded, it encodes to the same bytes, as long as its scale is no subnormal f16 and not
     /// lost against the minimum.
     #[test]
@@ -323,8 +377,18 @@ fn simple_blocks_have_the_obvious_codes() {
 }
 
 #[test]
+fn iq4_codes_are_the_nearest() {
+    for n in -1400..=1400 {
+        let v = f64::from(n) / 10.0 + 0.01;
+        let off = |code: usize| (v - f64::from(table::IQ4[code])).abs();
+        let best = (0..16).map(off).fold(f64::INFINITY, f64::min);
+        assert_eq!(off(table::nearest(v)), best, "{v}");
+    }
+}
+
+#[test]
 fn extremes_are_encoded_or_refused_by_name() {
-    for dtype in LEGACY.into_iter().chain(K) {
+    for dtype in LEGACY.into_iter().chain(fitted()).chain([MXFP4]) {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = vec![1.0; 512];
             x[300] = bad;
@@ -339,6 +403,12 @@ fn extremes_are_encoded_or_refused_by_name() {
         let mut x = vec![1.0; 512];
         x[256] = f32::MAX;
         x[257] = f32::MIN;
+        if dtype == MXFP4 {
+            // The largest power of two that six halved steps do not carry beyond f32.
+            let y = decode(dtype, &encode(dtype, &x).unwrap(), 512).unwrap();
+            assert_eq!((y[256], y[257]), (1.5 * 2f32.powi(127), -1.5 * 2f32.powi(127)));
+            continue;
+        }
         let error = encode(dtype, &x).unwrap_err().to_string();
         assert!(
             error.contains("elements 256 to") && error.contains("f16"),

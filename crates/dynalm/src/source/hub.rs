@@ -20,8 +20,8 @@ const MAX_LIST_BYTES: u64 = 32 << 20;
 
 /// Which quantisation to take where the user does not say, best first.
 const PREFERENCE: &[&str] = &[
-    "Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q4_1", "Q8_0", "Q6_K", "Q5_K_S", "Q5_0", "Q3_K_M", "BF16", "F16",
-    "F32",
+    "Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q8_0", "Q6_K", "Q5_K_S",
+    "Q5_0", "Q3_K_M", "BF16", "F16", "F32",
 ];
 
 #[derive(Deserialize)]

@@ -49,7 +49,7 @@ const fn mixed(name: &'static str, base: DType, file_type: u32, size: Size) -> M
 
 impl Mix {
     /// Every mix.
-    pub const ALL: [Mix; 20] = [
+    pub const ALL: [Mix; 23] = [
         plain(DType::F32, 0),
         plain(DType::F16, 1),
         plain(DType::Bf16, 32),
@@ -63,6 +63,9 @@ impl Mix {
         plain(Q4_K, 14),
         plain(Q5_K, 16),
         plain(Q6_K, 18),
+        plain(DType::Quant(QuantType::Iq4Nl), 25),
+        plain(DType::Quant(QuantType::Iq4Xs), 30),
+        plain(DType::Quant(QuantType::Mxfp4), 38),
         mixed("Q3_K_S", Q3_K, 11, Size::Small),
         mixed("Q3_K_M", Q3_K, 12, Size::Medium),
         mixed("Q3_K_L", Q3_K, 13, Size::Large),
@@ -110,6 +113,7 @@ impl Mix {
                 DType::Quant(QuantType::Q4K) => QuantType::Q5_0,
                 DType::Quant(QuantType::Q5K) => QuantType::Q5_1,
                 DType::Quant(QuantType::Q6K) => QuantType::Q8_0,
+                DType::Quant(QuantType::Iq4Xs) => QuantType::Iq4Nl,
                 _ => return DType::F16,
             });
         }
@@ -193,6 +197,9 @@ mod tests {
                 .name(),
             "Q4_0"
         );
+        let iq4 = Mix::named("IQ4_XS").unwrap();
+        assert_eq!(iq4.dtype("blk.0.attn_q.weight", 512, 0, 2, true).name(), "IQ4_XS");
+        assert_eq!(iq4.dtype("blk.0.attn_q.weight", 96, 0, 2, true).name(), "IQ4_NL");
         assert!(Mix::named("Q9_X").is_none());
         assert!(DType::WEIGHTS.iter().all(|t| Mix::named(t.name()).is_some()));
     }

@@ -9,10 +9,12 @@
 //! kernel needs a horizontal sum. The form is a permutation of the checkpoint's bytes and takes as much memory (rows
 //! are padded to sixteen with zeros). All of it is counted in *lines* of 64 bytes: one word of each of the 16 rows.
 //!
-//! A block of a quantised type has one or two f16 factors (the *head*: d, and m or dmin) and a *body* of words in the
-//! checkpoint's order. With two factors a block is one head line (16 d, then 16 m) and its body lines; with one, two
-//! blocks share a head line (16 d of the first, 16 d of the second) before both bodies. The fifth bits of Q5_0 and
-//! Q5_1 are permuted inside their word, see [`spread_bits`]. F32, F16 and BF16 are `[K][16]`, padded to whole lines.
+//! A block of a quantised type has a *head* of one or two factors (d, and m or dmin as f16; MXFP4's one byte of
+//! exponent; IQ4_XS has the upper bits of its scales for a second factor) and a *body* of words in the checkpoint's
+//! order. With a head of four bytes a block is one head line (16 d, then 16 m) and its body lines. Smaller heads share
+//! a line: with two bytes two blocks (16 d of the first, 16 d of the second, then both bodies), with one byte four. The
+//! fifth bits of Q5_0 and Q5_1 are permuted inside their word, see [`spread_bits`]. F32, F16 and BF16 are `[K][16]`,
+//! padded to whole lines.
 //!
 //! # Prepared activations
 //!
@@ -103,8 +105,10 @@ pub(crate) struct Geometry {
     pub(crate) block: usize,
     /// Bytes of a block.
     pub(crate) bytes: usize,
-    /// f16 factors of a block; 0 for the float types.
+    /// Factors of a block; 0 for the float types.
     pub(crate) heads: usize,
+    /// Bytes of each: 2, or 1 where it is an E8M0 exponent.
+    pub(crate) head_width: usize,
     /// Their place in the block.
     pub(crate) head_at: usize,
     /// Words of the body.
@@ -122,20 +126,27 @@ impl Geometry {
         let (heads, head_at, body_at) = match dtype {
             DType::F32 | DType::F16 | DType::Bf16 | DType::I32 => (0, 0, 0),
             DType::Quant(q) => match q {
-                QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 => (1, 0, 2),
+                QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 | QuantType::Iq4Nl => (1, 0, 2),
                 QuantType::Q4_1 | QuantType::Q5_1 | QuantType::Q4K | QuantType::Q5K => (2, 0, 4),
                 QuantType::Q2K => (2, 80, 0),
                 QuantType::Q3K => (1, 108, 0),
                 QuantType::Q6K => (1, 208, 0),
+                QuantType::Iq4Xs => (2, 0, 4),
+                QuantType::Mxfp4 => (1, 0, 1),
             },
+        };
+        let head_width = match dtype {
+            DType::Quant(QuantType::Mxfp4) => 1,
+            _ => 2,
         };
         let spread = matches!(dtype, DType::Quant(QuantType::Q5_0 | QuantType::Q5_1));
         Geometry {
             block,
             bytes,
             heads,
+            head_width,
             head_at,
-            words: (bytes - 2 * heads) / 4,
+            words: (bytes - head_width * heads) / 4,
             body_at,
             spread,
         }
@@ -146,27 +157,34 @@ impl Geometry {
         let blocks = cols / self.block;
         match self.heads {
             0 => (blocks * self.bytes * ROWS).next_multiple_of(LINE),
-            1 => (blocks * self.words + blocks.div_ceil(2)) * LINE,
-            _ => blocks * (self.words + 1) * LINE,
+            _ => (blocks * self.words + blocks.div_ceil(self.sharers())) * LINE,
         }
+    }
+
+    /// Blocks that share a head line: 1, 2 or 4. Not for the float types.
+    #[inline(always)]
+    const fn sharers(&self) -> usize {
+        LINE / (self.heads * self.head_width * ROWS)
+    }
+
+    /// Bytes from a row group's start to the head line of block `b` and of those it shares it with.
+    #[inline(always)]
+    const fn head_line(&self, b: usize) -> usize {
+        let sharers = self.sharers();
+        b / sharers * (sharers * self.words + 1) * LINE
     }
 
     /// Bytes from a row group's start to the 16 first factors of block `b` (the second ones follow).
     #[inline(always)]
     pub(crate) const fn head(&self, b: usize) -> usize {
-        match self.heads {
-            1 => b / 2 * (2 * self.words + 1) * LINE + (b & 1) * (LINE / 2),
-            _ => b * (self.words + 1) * LINE,
-        }
+        let sharers = self.sharers();
+        self.head_line(b) + b % sharers * (LINE / sharers)
     }
 
     /// Bytes from a row group's start to the body of block `b`.
     #[inline(always)]
     pub(crate) const fn body(&self, b: usize) -> usize {
-        match self.heads {
-            1 => (b / 2 * (2 * self.words + 1) + 1 + (b & 1) * self.words) * LINE,
-            _ => (b * (self.words + 1) + 1) * LINE,
-        }
+        self.head_line(b) + (1 + b % self.sharers() * self.words) * LINE
     }
 }
 
@@ -206,7 +224,34 @@ mod tests {
             let row = dtype.row_bytes(1536).expect("a whole number of blocks");
             assert_eq!(geometry.group_bytes(1536), ROWS * row, "{dtype}");
             if geometry.heads > 0 {
-                assert_eq!(geometry.words * 4 + geometry.heads * 2, geometry.bytes, "{dtype}");
+                let head = geometry.heads * geometry.head_width;
+                assert_eq!(geometry.words * 4 + head, geometry.bytes, "{dtype}");
+            }
+        }
+    }
+
+    #[test]
+    fn heads_and_bodies_of_a_row_group_cover_it_without_overlap() {
+        for dtype in DType::WEIGHTS {
+            let geometry = Geometry::of(dtype);
+            if geometry.heads == 0 {
+                continue;
+            }
+            for blocks in 1..10 {
+                let mut taken = vec![0; geometry.group_bytes(blocks * geometry.block)];
+                for b in 0..blocks {
+                    let head = geometry.heads * geometry.head_width * ROWS;
+                    taken[geometry.head(b)..][..head].fill(1);
+                    let body = &mut taken[geometry.body(b)..][..geometry.words * LINE];
+                    assert!(body.iter().all(|n| *n == 0), "{dtype}, block {b} of {blocks}");
+                    body.fill(1);
+                }
+                let used = taken.iter().sum::<usize>();
+                assert_eq!(used, blocks * geometry.bytes * ROWS, "{dtype}, {blocks} blocks");
+                assert!(
+                    taken.len() - used < LINE,
+                    "only the last head line has empty places: {dtype}, {blocks} blocks"
+                );
             }
         }
     }

@@ -93,8 +93,27 @@ impl Lanes for Avx2 {
         load_bf16(p: *const u8) -> __m256 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
         }
+        load_u16(p: *const u8) -> __m256i { _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())) }
+        load_half_e8m0(p: *const u8) -> __m256 {{
+            // e - 1 in the exponent's place; for the two subnormal results e + 1 in the mantissa's, which is larger there.
+            let (e, one) = (_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())), _mm256_set1_epi32(1));
+            let normal = _mm256_slli_epi32::<23>(_mm256_sub_epi32(e, one));
+            let subnormal = _mm256_slli_epi32::<21>(_mm256_add_epi32(e, one));
+            _mm256_castsi256_ps(_mm256_max_epi32(normal, subnormal))
+        }}
         each(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m256 { _mm256_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], index: __m256i) -> __m256i {
+        // SAFETY: `self` proves the instruction set; the sixteen bytes read are the table's.
+        unsafe {
+            _mm256_shuffle_epi8(
+                _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())),
+                index,
+            )
+        }
     }
 
     #[inline(always)]

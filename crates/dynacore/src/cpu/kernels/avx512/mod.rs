@@ -71,8 +71,27 @@ impl Lanes for Avx512 {
         load_bf16(p: *const u8) -> __m512 {
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()))))
         }
+        load_u16(p: *const u8) -> __m512i { _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())) }
+        load_half_e8m0(p: *const u8) -> __m512 {{
+            // e - 1 in the exponent's place; for the two subnormal results e + 1 in the mantissa's, which is larger there.
+            let (e, one) = (_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())), _mm512_set1_epi32(1));
+            let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(e, one));
+            let subnormal = _mm512_slli_epi32::<21>(_mm512_add_epi32(e, one));
+            _mm512_castsi512_ps(_mm512_max_epi32(normal, subnormal))
+        }}
         each(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m512 { _mm512_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], index: __m512i) -> __m512i {
+        // SAFETY: `self` proves the instruction set; the sixteen bytes read are the table's.
+        unsafe {
+            _mm512_shuffle_epi8(
+                _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())),
+                index,
+            )
+        }
     }
 
     #[inline(always)]

@@ -50,6 +50,8 @@ pub(crate) trait Lanes: Copy {
     fn sar16(self, a: Self::I, n: u32) -> Self::I;
     /// `acc + a.0 * b.0 + a.1 * b.1` over the 16-bit pairs of each lane, exact modulo 2^32.
     fn dot(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// For each byte of `index`, all of them below 16, that byte of `table`.
+    fn lookup(self, table: &[u8; 16], index: Self::I) -> Self::I;
     fn to_f(self, a: Self::I) -> Self::F;
     fn zero_f(self) -> Self::F;
     fn mul_f(self, a: Self::F, b: Self::F) -> Self::F;
@@ -77,6 +79,14 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// `2 * WIDTH` bytes at `p` can be read.
     unsafe fn load_bf16(self, p: *const u8) -> Self::F;
+    /// Widens unsigned 16-bit integers.
+    /// # Safety
+    /// `2 * WIDTH` bytes at `p` can be read.
+    unsafe fn load_u16(self, p: *const u8) -> Self::I;
+    /// Widens bytes of exponents: [`dynair::quant::table::half_e8m0`] of each.
+    /// # Safety
+    /// `WIDTH` bytes at `p` can be read.
+    unsafe fn load_half_e8m0(self, p: *const u8) -> Self::F;
     /// The word at `p` in every lane.
     /// # Safety
     /// 4 bytes at `p` can be read.
@@ -227,6 +237,9 @@ macro_rules! lane_table {
                         quant::group::<$lanes, types::Q4K>,
                         quant::group::<$lanes, types::Q5K>,
                         quant::group::<$lanes, types::Q6K>,
+                        quant::group::<$lanes, types::Iq4Nl>,
+                        quant::group::<$lanes, types::Iq4Xs>,
+                        quant::group::<$lanes, types::Mxfp4>,
                     ],
                 }),
                 tiles: None,

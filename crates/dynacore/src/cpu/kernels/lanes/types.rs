@@ -1,8 +1,10 @@
 //! How the packed blocks of each quantised type become 16-bit codes and factors.
 //!
-//! Lanes are rows, so a block is expanded by shifts and masks of whole words, without a shuffle. Bit layouts: see
+//! Lanes are rows, so a block is expanded by shifts and masks of whole words, without a shuffle across lanes; codes that
+//! index a table are looked up byte by byte. Bit layouts: see
 //! [`dynair::quant`]; word numbers below count the words of a block's body (see [`crate::cpu::kernels`]).
 
+use dynair::quant::table::{E2M1, IQ4};
 use dynair::{DType, QuantType};
 
 use super::Lanes;
@@ -377,4 +379,57 @@ format_of!(
             mins: [min(2 * j), min(2 * j + 1)],
         }
     }
+);
+
+/// A table of signed values with `offset` added to each, so that they are codes from which it is subtracted.
+const fn lifted(values: [i8; 16], offset: i16) -> [u8; 16] {
+    let mut lifted = [0; 16];
+    let mut i = 0;
+    while i < lifted.len() {
+        let value = values[i] as i16 + offset;
+        assert!(0 <= value && value <= 255, "the offset makes every value a byte");
+        lifted[i] = value as u8;
+        i += 1;
+    }
+    lifted
+}
+
+const IQ4_CODES: [u8; 16] = lifted(IQ4, 1 << 7);
+const E2M1_CODES: [u8; 16] = lifted(E2M1, 1 << 4);
+
+/// What `table` has for a run of 32 nibbles, in the places of [`legacy_nibbles`]; `first` is their first word.
+///
+/// # Safety
+/// The body has words `first..first + 4`.
+#[inline(always)]
+unsafe fn looked_up<L: Lanes>(l: L, body: *const u8, first: usize, i: usize, table: &[u8; 16]) -> [L::I; 2] {
+    // SAFETY: the caller's promise.
+    let w = unsafe { word(l, body, first + i % 4) };
+    let from = if i < 4 { 0 } else { 4 };
+    pairs(l, l.lookup(table, moved(l, w, from, 0, 0x0f0f_0f0f)))
+}
+
+format_of!(
+    /// 32 nibbles that index a table, d.
+    Iq4Nl, QuantType::Iq4Nl, { const OFFSET_BITS: u32 = 7; },
+    |l, body, _j, i| looked_up(l, body, 0, i, &IQ4_CODES),
+    |l, head, _body, _j| plain(l, head, false)
+);
+format_of!(
+    /// 256 nibbles that index a table, 8 scales of 6 bits: their upper two stand with d in the head. Words: 1 of the
+    /// scales' low bits, 32 of nibbles.
+    Iq4Xs, QuantType::Iq4Xs, { const OFFSET_BITS: u32 = 7; },
+    |l, body, j, i| looked_up(l, body, 1 + 4 * j, i, &IQ4_CODES),
+    |l, head, body, j| {
+        let low = field(l, word(l, body, 0), 4 * j as u32, 0, 15);
+        let high = field(l, l.load_u16(head.add(LINE / 2)), 2 * j as u32, 4, 3);
+        let scale = l.to_f(l.sub(l.or(low, high), l.splat(32)));
+        Factors { d: l.mul_f(l.load_f16(head), scale), subscales: [l.zero(); 2], mins: [l.zero_f(); 2] }
+    }
+);
+format_of!(
+    /// 32 floats of 4 bits by table, doubled; a power of two, halved.
+    Mxfp4, QuantType::Mxfp4, { const OFFSET_BITS: u32 = 4; },
+    |l, body, _j, i| looked_up(l, body, 0, i, &E2M1_CODES),
+    |l, head, _body, _j| Factors { d: l.load_half_e8m0(head), subscales: [l.zero(); 2], mins: [l.zero_f(); 2] }
 );
