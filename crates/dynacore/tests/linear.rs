@@ -431,6 +431,37 @@ fn zeros_give_zeros_and_no_rows_give_nothing() {
     }
 }
 
+/// Every scale of MXFP4, the two subnormal ones and the largest too. The activation's code is the largest and its scale
+/// a power of two, so nothing rounds.
+#[test]
+fn every_exponent_of_mxfp4_is_met_exactly() {
+    let dtype = DType::Quant(QuantType::Mxfp4);
+    let mut bytes = vec![0; 256 * 17];
+    for (e, block) in bytes.chunks_exact_mut(17).enumerate() {
+        // Element 0 has code 1, which is one halved step.
+        (block[0], block[1]) = (e as u8, 1);
+    }
+    for table in tables() {
+        let w = packed(table, dtype, 256, 32, &bytes);
+        for n in [1, 16] {
+            for (exponents, power) in [(0..128, 20), (128..256, -20)] {
+                let mut x = vec![0.0; n * 32];
+                x.iter_mut()
+                    .step_by(32)
+                    .for_each(|x| *x = 16383.0 * 2f32.powi(power));
+                let out = product(table, &w, None, &x, &[]);
+                for e in exponents {
+                    let expected = 2f32.powi(e - 128 + power) * 16383.0;
+                    for row in out.chunks_exact(256) {
+                        let found = row[e as usize];
+                        assert_eq!(found, expected, "exponent {e}, {n} rows under {}", table.isa);
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn bytes_that_do_not_fit_the_declaration_are_refused() {
     for table in tables() {
