@@ -110,7 +110,6 @@ fn cases(tokenizer: &Tokenizer, seed: u64) -> Vec<Case> {
 /// How a round is run.
 #[derive(Debug, Clone)]
 struct Setup {
-    mode: Mode,
     kv: KvType,
     threads: usize,
     batch_tokens: usize,
@@ -125,9 +124,8 @@ struct Setup {
 
 impl Setup {
     /// One request at a time, no reuse, whole prompts in one step.
-    fn alone(mode: Mode, kv: KvType) -> Setup {
+    fn alone(kv: KvType) -> Setup {
         Setup {
-            mode,
             kv,
             threads: 1,
             batch_tokens: 512,
@@ -240,7 +238,7 @@ struct Round {
 fn run(path: &Path, setup: &Setup, seed: u64) -> Round {
     let options = CpuOptions {
         threads: Some(setup.threads),
-        mode: setup.mode,
+        mode: Mode::Exact,
         isa: None,
     };
     let device = CpuDevice::new(&options).expect("a CPU");
@@ -299,11 +297,11 @@ fn run(path: &Path, setup: &Setup, seed: u64) -> Round {
 }
 
 /// The ways in which a batch may be run that must not show.
-fn companies(mode: Mode, kv: KvType, seed: u64) -> Vec<Setup> {
+fn companies(kv: KvType, seed: u64) -> Vec<Setup> {
     let base = Setup {
         together: REQUESTS,
         arrivals: seed,
-        ..Setup::alone(mode, kv)
+        ..Setup::alone(kv)
     };
     vec![
         Setup {
@@ -360,18 +358,18 @@ fn difference(found: &Reply, alone: &Reply) -> String {
 }
 
 /// The property, for one model and one cache type.
-fn hold(path: &Path, mode: Mode, kv: KvType, seed: u64) {
-    let alone = run(path, &Setup::alone(mode, kv), seed);
+fn hold(path: &Path, kv: KvType, seed: u64) {
+    let alone = run(path, &Setup::alone(kv), seed);
     assert!(
         alone.replies.iter().all(|r| r.reason.is_some()),
-        "{mode:?} {kv}: every request ends"
+        "{kv}: every request ends"
     );
     let drawn: usize = alone.replies.iter().map(|r| r.tokens.len()).sum();
     assert!(
         drawn > 8 * REQUESTS / 2,
-        "{mode:?} {kv}: {drawn} tokens are too few to show anything"
+        "{kv}: {drawn} tokens are too few to show anything"
     );
-    for setup in companies(mode, kv, seed) {
+    for setup in companies(kv, seed) {
         let round = run(path, &setup, seed);
         for (i, found) in round.replies.iter().enumerate() {
             let expected = &alone.replies[i % REQUESTS];
@@ -401,11 +399,10 @@ fn hold_tiny(family: &str, type_name: &str, seed: u64) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = modelkit::tiny_gguf(folder.path(), family, type_name, seed);
     for kv in [KvType::F16, KvType::F32, KvType::Q8_0] {
-        hold(&path, Mode::Exact, kv, seed);
+        hold(&path, kv, seed);
     }
-    // All CPU kernels are exact, so `auto` promises the same.
     for more in [100, 200] {
-        hold(&path, Mode::Auto, KvType::F16, seed + more);
+        hold(&path, KvType::F16, seed + more);
     }
 }
 
@@ -430,6 +427,6 @@ fn a_real_model() {
         println!("skipped: DYNALM_TEST_MODEL names no model");
         return;
     };
-    hold(Path::new(&path), Mode::Exact, KvType::F16, 4);
-    hold(Path::new(&path), Mode::Auto, KvType::Q8_0, 4);
+    hold(Path::new(&path), KvType::F16, 4);
+    hold(Path::new(&path), KvType::Q8_0, 4);
 }
