@@ -190,13 +190,12 @@ fn a_full_queue_refuses() {
     drop(first);
     server.eventually("all have gone", |server| server.app.in_flight() == 0);
     server.gate.open();
-    server.wait_idle();
-    assert_eq!(
-        server
-            .post(TEXT, r#"{"prompt": "x", "n": 2, "max_tokens": 1}"#)
-            .status,
-        200
-    );
+    // The gauges say what was so after the last step, and none may have ended yet: only the queue knows its room.
+    server.eventually("there is room for two", |server| {
+        let reply = server.post(TEXT, r#"{"prompt": "x", "n": 2, "max_tokens": 1}"#);
+        assert!(matches!(reply.status, 200 | 429), "{}", reply.status);
+        reply.status == 200
+    });
 }
 
 #[test]
