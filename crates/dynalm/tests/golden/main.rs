@@ -65,6 +65,7 @@ const EXACT: Tolerance = Tolerance {
 };
 
 /// From tiles, weights and activations have 8 significant bits: 2.4e-3 a product, of which each layer has four in a row.
+/// The largest seen is 0.20 (root mean square 0.064).
 const TILES: Tolerance = Tolerance { most: 0.3, rms: 0.09 };
 
 fn folder() -> PathBuf {

@@ -2,9 +2,9 @@
 //!
 //! # Weights
 //!
-//! Codes become f16 exactly: those of up to five bits by a table look-up, others by putting them into the fraction of
-//! 1024. A multiplication, or a multiply-add where there is a minimum, makes f16 weights of them, of 11 significant bits.
-//! Moving the bits of an f16 three places down and clearing what is not sign, exponent or fraction leaves a bf16 number
+//! Codes become f16 exactly: those of up to five bits by a table look-up (of their type's own table, where it has one),
+//! others by putting them into the fraction of 1024. A multiplication, or a multiply-add where there is a minimum, makes
+//! f16 weights of them, of 11 significant bits. Moving the bits of an f16 three places down and clearing what is not sign, exponent or fraction leaves a bf16 number
 //! 2^112 times smaller ([`SHRUNK`]), cut, not rounded: cutting loses 0.72 / 256 of a value on average (the mean of
 //! `2^-8 / m` for fractions m that are distributed as in any product), which the scales make up for ([`CUT`]), and the
 //! spread is that of rounding.
@@ -64,6 +64,9 @@ pub(crate) const KERNELS: TileKernels = TileKernels {
         Some(expand::<types::Q4K>),
         Some(expand::<types::Q5K>),
         Some(expand::<types::Q6K>),
+        Some(expand::<types::Iq4Nl>),
+        Some(expand::<types::Iq4Xs>),
+        Some(expand::<types::Mxfp4>),
     ],
 };
 
@@ -110,25 +113,40 @@ fn group_exponent(dtype: DType, packed: &[u8], cols: usize) -> i32 {
             QuantType::Q4K => 63 * 16,
             QuantType::Q5K => 63 * 32,
             QuantType::Q6K => 128 * 32,
+            QuantType::Iq4Nl => 127,
+            QuantType::Iq4Xs => 127 * 32,
+            QuantType::Mxfp4 => 12,
         },
         _ => 1,
     };
     let half = |bytes: &[u8; 2]| u16::from_le_bytes(*bytes) & 0x7fff;
-    let largest = match dtype {
-        DType::Quant(_) => {
-            let geometry = Geometry::of(dtype);
-            let heads = |b| &packed[geometry.head(b)..][..geometry.heads * 2 * ROWS];
-            let blocks = 0..cols / geometry.block;
-            blocks.flat_map(|b| heads(b).as_chunks().0).map(half).max()
-        }
-        _ => packed.as_chunks().0.iter().map(half).max(),
+    let geometry = Geometry::of(dtype);
+    let factors = match dtype {
+        // The second are bits of scales.
+        DType::Quant(QuantType::Iq4Xs) => 1,
+        _ => geometry.heads,
     };
-    // As integers, magnitudes are ordered like the floats. Exponents of f16: 2^(e - 15) <= |d| < 2^(e - 14).
-    let e = i32::from(largest.unwrap_or(0) >> 10) - 14;
+    let heads = |b| &packed[geometry.head(b)..][..factors * geometry.head_width * ROWS];
+    let blocks = 0..cols / geometry.block;
+    // As integers, magnitudes are ordered like the floats.
+    let e = if dtype == DType::Quant(QuantType::Mxfp4) {
+        // Factors 2^(e - 128).
+        let largest = blocks.flat_map(heads).max();
+        i32::from(*largest.unwrap_or(&0)) - 127
+    } else {
+        let largest = match dtype {
+            DType::Quant(_) => blocks.flat_map(|b| heads(b).as_chunks().0).map(half).max(),
+            _ => packed.as_chunks().0.iter().map(half).max(),
+        };
+        // Exponents of f16: 2^(e - 15) <= |d| < 2^(e - 14).
+        i32::from(largest.unwrap_or(0) >> 10) - 14
+    };
     let e = e + (most as u32).next_power_of_two().ilog2() as i32 - 15;
     match dtype {
         // Factors are scaled in f32, F16 weights by an f16.
         DType::F16 => e.max(-15),
+        // What both scales reach. Weights from 2^94 on saturate, those below 2^-140 vanish; no model has either.
+        DType::Quant(QuantType::Mxfp4) => e.clamp(-126, 127 - SHRUNK + LIFTED),
         _ => e,
     }
 }
@@ -314,7 +332,10 @@ const fn code_table<T: QuantFormat>() -> [u16; 32] {
     let mut i = 0;
     while i < 32 {
         let bits = if T::CODE_BITS < 5 { T::CODE_BITS } else { 5 };
-        table[i] = integer(i as i32 % (1 << bits) - offset::<T>());
+        table[i] = integer(match T::VALUES {
+            Some(values) => values[i % 16] as i32,
+            None => i as i32 % (1 << bits) - offset::<T>(),
+        });
         i += 1;
     }
     table

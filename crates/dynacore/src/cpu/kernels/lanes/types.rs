@@ -36,6 +36,8 @@ pub(crate) trait QuantFormat {
     const SIGNED: bool = false;
     /// Bits of a code.
     const CODE_BITS: u32 = 8;
+    /// What [`QuantFormat::loose_quad`] gives indices into, where [`QuantFormat::quad`] has looked codes up.
+    const VALUES: Option<[i8; 16]> = None;
     /// Whether a group consists of two sub-blocks of 16 with integer scales.
     const HALVES: bool = false;
     /// Minima of a group: none, one, or one for each half.
@@ -411,14 +413,22 @@ unsafe fn looked_up<L: Lanes>(l: L, body: *const u8, first: usize, i: usize, tab
 
 format_of!(
     /// 32 nibbles that index a table, d.
-    Iq4Nl, QuantType::Iq4Nl, { const OFFSET_BITS: u32 = 7; },
+    Iq4Nl, QuantType::Iq4Nl, {
+        const OFFSET_BITS: u32 = 7;
+        const VALUES: Option<[i8; 16]> = Some(IQ4);
+        loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+    },
     |l, body, _j, i| looked_up(l, body, 0, i, &IQ4_CODES),
     |l, head, _body, _j| plain(l, head, false)
 );
 format_of!(
     /// 256 nibbles that index a table, 8 scales of 6 bits: their upper two stand with d in the head. Words: 1 of the
     /// scales' low bits, 32 of nibbles.
-    Iq4Xs, QuantType::Iq4Xs, { const OFFSET_BITS: u32 = 7; },
+    Iq4Xs, QuantType::Iq4Xs, {
+        const OFFSET_BITS: u32 = 7;
+        const VALUES: Option<[i8; 16]> = Some(IQ4);
+        loose_nibbles!(|l, body, j, i| word(l, body, 1 + 4 * j + i % 4), if i < 4 { 0 } else { 4 });
+    },
     |l, body, j, i| looked_up(l, body, 1 + 4 * j, i, &IQ4_CODES),
     |l, head, body, j| {
         let low = field(l, word(l, body, 0), 4 * j as u32, 0, 15);
@@ -429,7 +439,11 @@ format_of!(
 );
 format_of!(
     /// 32 floats of 4 bits by table, doubled; a power of two, halved.
-    Mxfp4, QuantType::Mxfp4, { const OFFSET_BITS: u32 = 4; },
+    Mxfp4, QuantType::Mxfp4, {
+        const OFFSET_BITS: u32 = 4;
+        const VALUES: Option<[i8; 16]> = Some(E2M1);
+        loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+    },
     |l, body, _j, i| looked_up(l, body, 0, i, &E2M1_CODES),
     |l, head, _body, _j| Factors { d: l.load_half_e8m0(head), subscales: [l.zero(); 2], mins: [l.zero_f(); 2] }
 );
