@@ -1,6 +1,7 @@
 //! The crate's error type. Messages name the thing, what was found, what was expected and what to do.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Result alias of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -51,11 +52,13 @@ pub enum Error {
     /// The engine is loading, draining or has stopped.
     #[error("{0}")]
     Unavailable(String),
-    /// The request's deadline has passed.
-    #[error("the request's deadline of {seconds} s has passed")]
+    /// The request has taken longer than it may.
+    #[error("the request's time limit of {} s passed {stage}", allowed.as_secs_f64())]
     Deadline {
-        /// The deadline, seconds.
-        seconds: f64,
+        /// The limit.
+        allowed: Duration,
+        /// What the request was doing: `while …`.
+        stage: &'static str,
     },
     /// A fault of ours.
     #[error("internal error: {0}")]

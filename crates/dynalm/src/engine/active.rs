@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::output::{Shown, StopFilter};
 use super::thread::RequestId;
-use super::{Event, FinishReason, Request, Timings, TokenLogprobs, Usage};
+use super::{Deadline, Event, FinishReason, Request, Timings, TokenLogprobs, Usage};
 use crate::error::{Error, Result};
 use crate::sample::logprobs::score;
 use crate::sample::params::TokenId;
@@ -22,7 +22,7 @@ pub(super) struct Drawn {
 pub(super) struct Active {
     pub(super) id: RequestId,
     pub(super) arrival: Instant,
-    pub(super) deadline: Option<Instant>,
+    pub(super) deadline: Option<Deadline>,
     pub(super) admitted: Option<Instant>,
     pub(super) first_token: Option<Instant>,
     pub(super) last_token: Option<Instant>,
@@ -70,10 +70,18 @@ impl Active {
         self.prompt.len()
     }
 
-    /// Seconds from arrival to the deadline.
-    pub(super) fn allowed_s(&self) -> f64 {
-        self.deadline
-            .map_or(f64::INFINITY, |deadline| (deadline - self.arrival).as_secs_f64())
+    /// The error of a request whose deadline is before `now`.
+    pub(super) fn overdue(&self, now: Instant) -> Option<Error> {
+        let deadline = self.deadline.filter(|deadline| deadline.at <= now)?;
+        let stage = match (self.admitted, self.first_token) {
+            (None, _) => "while it waited in the queue",
+            (Some(_), None) => "while its prompt was read",
+            (Some(_), Some(_)) => "while its reply was generated",
+        };
+        Some(Error::Deadline {
+            allowed: deadline.allowed,
+            stage,
+        })
     }
 
     pub(super) fn send(&mut self, event: Event) {

@@ -8,7 +8,7 @@ mod output;
 mod thread;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dynacore::{Executor, KvGeometry};
 use dynair::Limits;
@@ -82,10 +82,19 @@ pub struct Request {
     /// Larger goes first; 0 is normal.
     pub priority: i32,
     /// Fails with [`Error::Deadline`] when passed.
-    pub deadline: Option<Instant>,
+    pub deadline: Option<Deadline>,
     /// Receives the request's events in order, on the engine's thread; it must not block. `false`: nobody listens any
     /// more, the engine cancels the request.
     pub events: Box<dyn FnMut(Event) -> bool + Send>,
+}
+
+/// How long a request may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Deadline {
+    /// When it is over.
+    pub at: Instant,
+    /// The limit it was computed from, for the message.
+    pub allowed: Duration,
 }
 
 /// What happens to a request, in order: `Admitted`, `Token`…, then exactly one of `Finished` and `Failed`.

@@ -336,22 +336,18 @@ impl Engine {
     /// Fails the requests whose deadline has passed.
     fn expire(&mut self) {
         let now = Instant::now();
-        let late =
-            |(&seq, active): (&SeqId, &Active)| active.deadline.is_some_and(|at| at <= now).then_some(seq);
-        let expired: Vec<SeqId> = self.requests.iter().filter_map(late).collect();
-        for seq in expired {
+        let late = |(&seq, active): (&SeqId, &Active)| Some((seq, active.overdue(now)?));
+        let expired: Vec<(SeqId, Error)> = self.requests.iter().filter_map(late).collect();
+        for (seq, error) in expired {
             self.scheduler.abort(seq);
-            self.fail(seq, |active| Error::Deadline {
-                seconds: active.allowed_s(),
-            });
+            self.fail(seq, error);
         }
     }
 
     /// Tells a request that it has failed, and forgets it.
-    fn fail(&mut self, seq: SeqId, error: impl FnOnce(&Active) -> Error) {
+    fn fail(&mut self, seq: SeqId, error: Error) {
         self.shared.metrics.finish(MetricOutcome::error);
         if let Some(mut active) = self.forget(seq) {
-            let error = error(&active);
             active.send(Event::Failed(error));
         }
     }
@@ -359,7 +355,7 @@ impl Engine {
     fn fail_all(&mut self, error: impl Fn() -> Error) {
         let all: Vec<SeqId> = self.requests.keys().copied().collect();
         for seq in all {
-            self.fail(seq, |_| error());
+            self.fail(seq, error());
         }
         // Requests that were on their way.
         while let Ok(command) = self.receiver.try_recv() {
@@ -484,7 +480,7 @@ impl Engine {
                 .requests
                 .get_mut(&ended.seq)
                 .and_then(|active| active.failure.take());
-            return self.fail(ended.seq, |_| failure.unwrap_or_else(lost));
+            return self.fail(ended.seq, failure.unwrap_or_else(lost));
         }
         let metrics = Arc::clone(&self.shared.metrics);
         let Some(mut active) = self.forget(ended.seq) else {

@@ -8,15 +8,14 @@ use axum::http::Request;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::body::read_json;
 use super::error::ApiError;
 use super::fields::{Fields, parse_object};
-use super::generation::Generation;
+use super::generation::Work;
 use super::logprobs;
 use super::messages::{self, Conversation};
 use super::params::{MAX_TOP_LOGPROBS, Options};
-use super::reply::{self, Head, Shape};
-use super::state::{AppState, ServedModel};
+use super::reply::{self, Prepared, Shape};
+use super::state::AppState;
 use crate::engine::TokenLogprobs;
 use crate::sample::params::{SamplingParams, TokenId};
 use crate::text::Tokenizer;
@@ -61,26 +60,32 @@ impl ChatRequest {
     }
 }
 
-struct Prepared {
-    model: Arc<ServedModel>,
-    prompt: Vec<TokenId>,
-    starts_text: bool,
-    options: Options,
-}
-
-fn prepare(app: &AppState, body: &Bytes) -> Result<Prepared, ApiError> {
+fn prepare(app: &AppState, body: &Bytes) -> Prepared<ChatShape> {
     let mut fields = parse_object(body)?;
     let name = fields.string("model")?;
     let model = app.model(name.as_deref())?;
-    let request = ChatRequest::take(fields, &model.defaults, model.vocab_size)?;
-    let prompt = messages::encode(&model, &request.conversation)?;
-    let starts_text = !request.conversation.continues_text();
-    Ok(Prepared {
+    let ChatRequest {
+        conversation,
+        options,
+    } = ChatRequest::take(fields, &model.defaults, model.vocab_size)?;
+    let prompt = messages::encode(&model, &conversation)?;
+    let choice = || Choice {
+        logprobs: options.sampling.logprobs.map(|_| Vec::new()),
+        ..Choice::default()
+    };
+    let shape = ChatShape {
+        tokenizer: Arc::clone(&model.tokenizer),
+        stream: options.stream,
+        choices: (0..options.n).map(|_| choice()).collect(),
+    };
+    let work = Work {
         model,
-        prompt,
-        starts_text,
-        options: request.options,
-    })
+        prompts: vec![prompt.into()],
+        starts_text: !conversation.continues_text(),
+        prompt_logprobs: None,
+        options,
+    };
+    Ok((work, shape))
 }
 
 /// Answers a chat.
@@ -91,45 +96,7 @@ pub(super) async fn completions(
     State(app): State<AppState>,
     request: Request<Body>,
 ) -> Result<Response, ApiError> {
-    app.ready()?;
-    let body = read_json(request, app.config().max_body_bytes).await?;
-    let state = app.clone();
-    let Prepared {
-        model,
-        prompt,
-        starts_text,
-        options,
-    } = app.blocking(move || prepare(&state, &body)).await?;
-    let generation = Generation::start(
-        &app,
-        &model,
-        &[prompt.into()],
-        &options,
-        starts_text,
-        None,
-        "messages",
-    )?;
-    let head = Head::new(
-        "chatcmpl",
-        &model.name,
-        options.sampling.seed,
-        options.include_usage,
-    );
-    let shape = ChatShape {
-        tokenizer: Arc::clone(&model.tokenizer),
-        stream: options.stream,
-        choices: (0..options.n)
-            .map(|_| Choice {
-                logprobs: options.sampling.logprobs.map(|_| Vec::new()),
-                ..Choice::default()
-            })
-            .collect(),
-    };
-    if options.stream {
-        reply::stream(generation, head, shape).await
-    } else {
-        reply::plain(generation, head, shape).await
-    }
+    reply::answer(app, request, prepare).await
 }
 
 #[derive(Debug, Default)]
@@ -153,6 +120,8 @@ impl Shape for ChatShape {
     const OBJECT: &'static str = "chat.completion";
     const CHUNK_OBJECT: &'static str = "chat.completion.chunk";
     const OPENS: bool = true;
+    const ID_PREFIX: &'static str = "chatcmpl";
+    const PROMPT: &'static str = "messages";
 
     fn open(&mut self, index: usize) -> Value {
         delta(

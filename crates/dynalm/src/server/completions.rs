@@ -8,15 +8,14 @@ use axum::http::Request;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::body::read_json;
 use super::error::ApiError;
 use super::fields::{Fields, kind, parse_object};
-use super::generation::Generation;
+use super::generation::Work;
 use super::logprobs::Legacy;
 use super::messages::{decode, encode_prompt};
 use super::params::{MAX_TOP_LOGPROBS, Options};
-use super::reply::{self, Head, Shape};
-use super::state::{AppState, ServedModel};
+use super::reply::{self, Prepared, Shape};
+use super::state::AppState;
 use crate::engine::TokenLogprobs;
 use crate::sample::params::{SamplingParams, TokenId};
 use crate::text::{DetokenizeOptions, Detokenizer, Tokenizer};
@@ -156,42 +155,48 @@ pub(super) fn read_tokens(
     items.into_iter().enumerate().map(token).collect()
 }
 
-struct Prepared {
-    model: Arc<ServedModel>,
-    prompts: Vec<Arc<[TokenId]>>,
-    /// Texts to show before the replies, one per prompt, if `echo`.
-    echo: Option<Vec<String>>,
-    options: Options,
-}
-
-fn prepare(app: &AppState, body: &Bytes) -> Result<Prepared, ApiError> {
+fn prepare(app: &AppState, body: &Bytes) -> Prepared<CompletionShape> {
     let mut fields = parse_object(body)?;
     let name = fields.string("model")?;
     let model = app.model(name.as_deref())?;
-    let request = CompletionRequest::take(fields, &model.defaults, model.vocab_size)?;
+    let CompletionRequest {
+        prompts: sent,
+        options,
+        echo,
+    } = CompletionRequest::take(fields, &model.defaults, model.vocab_size)?;
     let mut prompts: Vec<Arc<[TokenId]>> = Vec::new();
-    let mut texts = Vec::new();
-    for prompt in request.prompts {
+    let mut choices = Vec::new();
+    for prompt in sent {
         let (tokens, text) = match prompt {
             Prompt::Text(text) => (encode_prompt(&model, &text, true)?, text),
-            Prompt::Tokens(tokens) => {
-                let text = if request.echo {
-                    decode(&model, &tokens, "prompt")?
-                } else {
-                    String::new()
-                };
+            Prompt::Tokens(tokens) if echo => {
+                let text = decode(&model, &tokens, "prompt")?;
                 (tokens, text)
             }
+            Prompt::Tokens(tokens) => (tokens, String::new()),
         };
         prompts.push(tokens.into());
-        texts.push(text);
+        choices.extend((0..options.n).map(|_| Choice {
+            echo: echo.then(|| text.clone()),
+            logprobs: options.sampling.logprobs.map(|_| Legacy::default()),
+            ..Choice::default()
+        }));
     }
-    Ok(Prepared {
+    let shape = CompletionShape {
+        tokenizer: Arc::clone(&model.tokenizer),
+        prompts: prompts.clone(),
+        per_prompt: options.n,
+        stream: options.stream,
+        choices,
+    };
+    let work = Work {
         model,
         prompts,
-        echo: request.echo.then_some(texts),
-        options: request.options,
-    })
+        starts_text: false,
+        prompt_logprobs: options.sampling.logprobs.filter(|_| echo),
+        options,
+    };
+    Ok((work, shape))
 }
 
 /// Answers a completion.
@@ -202,42 +207,7 @@ pub(super) async fn completions(
     State(app): State<AppState>,
     request: Request<Body>,
 ) -> Result<Response, ApiError> {
-    app.ready()?;
-    let body = read_json(request, app.config().max_body_bytes).await?;
-    let state = app.clone();
-    let Prepared {
-        model,
-        prompts,
-        echo,
-        options,
-    } = app.blocking(move || prepare(&state, &body)).await?;
-    let scored = if echo.is_some() {
-        options.sampling.logprobs
-    } else {
-        None
-    };
-    let generation = Generation::start(&app, &model, &prompts, &options, false, scored, "prompt")?;
-    let head = Head::new("cmpl", &model.name, options.sampling.seed, options.include_usage);
-    let choices = (0..prompts.len() * options.n)
-        .map(|choice| Choice {
-            echo: echo.as_ref().map(|texts| texts[choice / options.n].clone()),
-            logprobs: options.sampling.logprobs.map(|_| Legacy::default()),
-            ..Choice::default()
-        })
-        .collect();
-    let per_prompt = options.n;
-    let shape = CompletionShape {
-        tokenizer: Arc::clone(&model.tokenizer),
-        prompts,
-        per_prompt,
-        stream: options.stream,
-        choices,
-    };
-    if options.stream {
-        reply::stream(generation, head, shape).await
-    } else {
-        reply::plain(generation, head, shape).await
-    }
+    reply::answer(app, request, prepare).await
 }
 
 #[derive(Debug, Default)]
@@ -278,6 +248,8 @@ impl Shape for CompletionShape {
     const OBJECT: &'static str = "text_completion";
     const CHUNK_OBJECT: &'static str = "text_completion";
     const OPENS: bool = false;
+    const ID_PREFIX: &'static str = "cmpl";
+    const PROMPT: &'static str = "prompt";
 
     fn open(&mut self, index: usize) -> Value {
         chunk(index, String::new(), None, None)

@@ -184,8 +184,14 @@ impl From<Error> for ApiError {
                     .with_code("queue_full")
             },
             Error::Unavailable(_) => ApiError::unavailable(message),
-            Error::Deadline { .. } => ApiError::new(StatusCode::GATEWAY_TIMEOUT, "timeout_error", message)
-                .with_code("deadline_exceeded"),
+            Error::Deadline { .. } => {
+                let message = format!("{message}; allow more with `timeout`, or leave it out");
+                ApiError {
+                    param: Some("timeout".to_owned()),
+                    ..ApiError::new(StatusCode::GATEWAY_TIMEOUT, "timeout_error", message)
+                        .with_code("deadline_exceeded")
+                }
+            }
             _ => ApiError::internal(message),
         }
     }

@@ -2,14 +2,27 @@
 //! still runs when it is dropped, which happens whenever the client leaves.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use tokio::sync::mpsc;
 
 use super::error::ApiError;
 use super::params::Options;
 use super::state::{AppState, InFlight, ServedModel};
-use crate::engine::{EngineHandle, Event, FinishReason, Request, RequestId, Timings, Usage};
+use crate::engine::{Deadline, EngineHandle, Event, FinishReason, Request, RequestId, Timings, Usage};
 use crate::sample::params::TokenId;
+
+/// What a request asks the engine for, read and encoded.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub(super) model: Arc<ServedModel>,
+    pub(super) prompts: Vec<Arc<[TokenId]>>,
+    pub(super) options: Options,
+    /// See [`Request::starts_text`].
+    pub(super) starts_text: bool,
+    /// See [`Request::prompt_logprobs`].
+    pub(super) prompt_logprobs: Option<u32>,
+}
 
 /// Cancels requests when dropped.
 #[derive(Debug)]
@@ -50,22 +63,30 @@ pub(super) struct Totals {
 }
 
 impl Generation {
-    /// Submits `options.n` sequences per prompt; choice `i` continues prompt `i / n` with seed `seed + i`.
+    /// Submits `options.n` sequences per prompt; choice `i` continues prompt `i / n` with seed `seed + i`. `arrival` is
+    /// when the request's time began; `param` names the field that the prompts came from.
     ///
     /// # Errors
     /// 400 for a prompt without tokens or longer than the window, 429 if the queue is full, 503 if the engine ends.
     pub(super) fn start(
         app: &AppState,
-        model: &ServedModel,
-        prompts: &[Arc<[TokenId]>],
-        options: &Options,
-        starts_text: bool,
-        prompt_logprobs: Option<u32>,
+        work: &Work,
+        arrival: Instant,
         param: &str,
     ) -> Result<Generation, ApiError> {
+        let Work {
+            model,
+            prompts,
+            options,
+            ..
+        } = work;
         for prompt in prompts {
             check_length(prompt.len(), options.max_tokens, model.max_context, param)?;
         }
+        let deadline = options.time_limit.map(|allowed| Deadline {
+            at: arrival + allowed,
+            allowed,
+        });
         let (sender, events) = mpsc::unbounded_channel();
         let mut guard = CancelOnDrop {
             engine: model.engine.clone(),
@@ -82,11 +103,11 @@ impl Generation {
                 max_tokens: options.max_tokens,
                 stop: options.stop.clone(),
                 ignore_eos: options.ignore_eos,
-                starts_text,
-                prompt_logprobs,
+                starts_text: work.starts_text,
+                prompt_logprobs: work.prompt_logprobs,
                 cache_prompt: options.cache_prompt,
                 priority: options.priority,
-                deadline: options.deadline,
+                deadline,
                 events: Box::new(move |event| sender.send((choice, event)).is_ok()),
             })?;
             guard.running.push(Some(id));

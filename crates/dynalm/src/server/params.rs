@@ -3,7 +3,7 @@
 //! A field of the request goes before the model's published default, which goes before the engine's.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -43,8 +43,8 @@ pub(super) struct Options {
     pub(super) include_usage: bool,
     /// Larger goes first.
     pub(super) priority: i32,
-    /// When the request fails with a timeout.
-    pub(super) deadline: Option<Instant>,
+    /// How long the request may take.
+    pub(super) time_limit: Option<Duration>,
     /// Whether cached prefixes may be used and kept.
     pub(super) cache_prompt: bool,
     /// Go on past the end of the turn.
@@ -92,7 +92,7 @@ impl Options {
             stream,
             include_usage,
             priority: fields.integer("priority", -1_000_000, 1_000_000)?.unwrap_or(0) as i32,
-            deadline: timeout.map(|seconds| Instant::now() + Duration::from_secs_f64(seconds)),
+            time_limit: timeout.map(Duration::from_secs_f64),
             cache_prompt: fields.boolean("cache_prompt")?.unwrap_or(true),
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         })
@@ -135,17 +135,19 @@ fn take_sampling(
     float("typical_p", 0.001, 1.0, &mut params.typical_p)?;
     float("presence_penalty", -2.0, 2.0, &mut params.presence_penalty)?;
     float("frequency_penalty", -2.0, 2.0, &mut params.frequency_penalty)?;
-    // Both names are in use elsewhere; the last one read wins only if the two agree.
-    let mut alias = params.repetition_penalty;
-    float("repetition_penalty", 0.01, 10.0, &mut params.repetition_penalty)?;
-    let named = params.repetition_penalty;
-    float("repeat_penalty", 0.01, 100.0, &mut alias)?;
-    if alias != defaults.repetition_penalty {
-        if named != defaults.repetition_penalty && named != alias {
-            let message = "`repeat_penalty` and `repetition_penalty` are two names of one field and differ";
-            return Err(ApiError::invalid("repeat_penalty", message));
-        }
-        params.repetition_penalty = alias;
+    // Both names are in use elsewhere.
+    let named = fields.number("repetition_penalty", 0.01, 10.0)?;
+    let alias = fields.number("repeat_penalty", 0.01, 10.0)?;
+    if let (Some(named), Some(alias)) = (named, alias)
+        && named != alias
+    {
+        let message = format!(
+            "`repeat_penalty` is {alias} and `repetition_penalty` is {named}: they are two names of one field; give one"
+        );
+        return Err(ApiError::invalid("repeat_penalty", message));
+    }
+    if let Some(value) = named.or(alias) {
+        params.repetition_penalty = value as f32;
     }
     if let Some(k) = fields.integer("top_k", -1, i64::from(i32::MAX))? {
         // −1 and everything from the vocabulary's size up mean what 0 means: all tokens.

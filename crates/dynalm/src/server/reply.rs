@@ -2,19 +2,19 @@
 //!
 //! A plain reply is assembled from the same events as a stream; only the last step differs.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderValue, header};
+use axum::http::{HeaderValue, Request, header};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 
-use super::body::ChannelBody;
+use super::body::{ChannelBody, read_json};
 use super::error::ApiError;
-use super::generation::{Generation, Totals};
+use super::generation::{Generation, Totals, Work};
 use super::params::draw_seed;
-use super::state::unix_time;
+use super::state::{AppState, unix_time};
 use crate::engine::{Event, FinishReason, TokenLogprobs};
 use crate::sample::params::TokenId;
 
@@ -31,6 +31,10 @@ pub(super) trait Shape: Send + 'static {
     const CHUNK_OBJECT: &'static str;
     /// Whether a stream opens each choice with a chunk of its own.
     const OPENS: bool;
+    /// What ids of replies begin with.
+    const ID_PREFIX: &'static str;
+    /// The field that the prompts come from.
+    const PROMPT: &'static str;
 
     /// The opening chunk of a choice.
     fn open(&mut self, index: usize) -> Value;
@@ -50,9 +54,12 @@ pub(super) trait Shape: Send + 'static {
     fn plain(self) -> Vec<Value>;
 }
 
+/// A request as it goes to the engine, and the shape of its reply.
+pub(super) type Prepared<S> = Result<(Work, S), ApiError>;
+
 /// What every chunk of a reply repeats.
 #[derive(Debug, Clone)]
-pub(super) struct Head {
+struct Head {
     id: String,
     created: u64,
     model: String,
@@ -61,14 +68,14 @@ pub(super) struct Head {
 }
 
 impl Head {
-    /// A fresh id with the given prefix.
-    pub(super) fn new(prefix: &str, model: &str, seed: u64, include_usage: bool) -> Head {
+    /// The head of a reply to `work`, with a fresh id.
+    fn new(prefix: &str, work: &Work) -> Head {
         Head {
             id: format!("{prefix}-{:013x}{:013x}", draw_seed(), draw_seed()),
             created: unix_time(),
-            model: model.to_owned(),
-            seed,
-            include_usage,
+            model: work.model.name.clone(),
+            seed: work.options.sampling.seed,
+            include_usage: work.options.include_usage,
         }
     }
 
@@ -118,15 +125,35 @@ fn timings(totals: &Totals) -> Value {
     json!({ "queued_s": t.queued_s, "prefill_s": t.prefill_s, "decode_s": t.decode_s })
 }
 
+/// Answers a request for generated text: reads the body, lets `prepare` make work and the reply's shape of it, and
+/// gives the work to the engine.
+///
+/// # Errors
+/// See [`ApiError`].
+pub(super) async fn answer<S: Shape>(
+    app: AppState,
+    request: Request<Body>,
+    prepare: fn(&AppState, &Bytes) -> Prepared<S>,
+) -> Result<Response, ApiError> {
+    app.ready()?;
+    let body = read_json(request, app.config().max_body_bytes).await?;
+    let arrival = Instant::now();
+    let state = app.clone();
+    let (work, shape) = app.blocking(move || prepare(&state, &body)).await?;
+    let generation = Generation::start(&app, &work, arrival, S::PROMPT)?;
+    let head = Head::new(S::ID_PREFIX, &work);
+    if work.options.stream {
+        stream(generation, head, shape).await
+    } else {
+        plain(generation, head, shape).await
+    }
+}
+
 /// Answers with one JSON object.
 ///
 /// # Errors
 /// What made the generation fail.
-pub(super) async fn plain<S: Shape>(
-    mut generation: Generation,
-    head: Head,
-    mut shape: S,
-) -> Result<Response, ApiError> {
+async fn plain<S: Shape>(mut generation: Generation, head: Head, mut shape: S) -> Result<Response, ApiError> {
     while let Some((index, event)) = generation.next().await? {
         match event {
             Event::PromptLogprobs(logprobs) => {
@@ -166,11 +193,7 @@ pub(super) fn json_response(value: &Value) -> Response {
 ///
 /// # Errors
 /// What failed before the first event.
-pub(super) async fn stream<S: Shape>(
-    mut generation: Generation,
-    head: Head,
-    shape: S,
-) -> Result<Response, ApiError> {
+async fn stream<S: Shape>(mut generation: Generation, head: Head, shape: S) -> Result<Response, ApiError> {
     // A long wait in the queue must not look like a dead server: then the stream starts without an event.
     let first = match tokio::time::timeout(KEEP_ALIVE, generation.next()).await {
         Ok(first) => first?,

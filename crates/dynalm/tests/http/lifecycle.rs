@@ -204,7 +204,7 @@ fn a_deadline_that_passes() {
     server.gate.close_after(0);
     let mut held = server.post_open(TEXT, LOOP_STREAM);
     server.gate.wait_held();
-    let mut queued = server.post_open(TEXT, r#"{"prompt": "x", "timeout": 0.001}"#);
+    let queued = server.post_open(TEXT, r#"{"prompt": "x", "timeout": 0.001}"#);
     server.eventually("both are in flight", |server| server.app.in_flight() == 2);
     // Its deadline has passed by the time the server has answered these.
     server.eventually("a while", {
@@ -215,7 +215,19 @@ fn a_deadline_that_passes() {
         }
     });
     server.gate.open();
-    assert_eq!(queued.head().0, 504);
+    let late = queued.reply();
+    assert_eq!(late.status, 504);
+    let error = late.error();
+    assert_eq!(
+        (error["param"].as_str(), error["code"].as_str()),
+        (Some("timeout"), Some("deadline_exceeded"))
+    );
+    // The limit as it was asked for, not what was left of it when the engine heard of it.
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.contains("time limit of 0.001 s passed while it waited in the queue"),
+        "{message}"
+    );
     assert_eq!(held.head().0, 200);
     assert!(held.rest().ends_with("data: [DONE]\n\n"));
     server.wait_idle();

@@ -106,6 +106,15 @@ const OUT_OF_RANGE: &[(&str, &str)] = &[
         "\"repetition_penalty\": 1.5, \"repeat_penalty\": 1.4",
         "repeat_penalty",
     ),
+    (
+        "\"repetition_penalty\": 1, \"repeat_penalty\": 1.4",
+        "repeat_penalty",
+    ),
+    (
+        "\"repetition_penalty\": 1.4, \"repeat_penalty\": 1.0",
+        "repeat_penalty",
+    ),
+    ("\"repeat_penalty\": 11", "repeat_penalty"),
     ("\"presence_penalty\": 1e30", "presence_penalty"),
     ("\"frequency_penalty\": -2.1", "frequency_penalty"),
     ("\"max_tokens\": 0", "max_tokens"),

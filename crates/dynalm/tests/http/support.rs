@@ -110,6 +110,8 @@ struct GateState {
     closed: bool,
     permits: usize,
     held: bool,
+    /// How often it was opened: who was held then goes through, even if it is closed again before he wakes.
+    opened: usize,
 }
 
 impl Gate {
@@ -121,7 +123,9 @@ impl Gate {
     }
 
     pub(crate) fn open(&self) {
-        self.state.lock().unwrap().closed = false;
+        let mut state = self.state.lock().unwrap();
+        (state.closed, state.held) = (false, false);
+        state.opened += 1;
         self.changed.notify_all();
     }
 
@@ -137,7 +141,8 @@ impl Gate {
 
     fn pass(&self) {
         let mut state = self.state.lock().unwrap();
-        while state.closed && state.permits == 0 {
+        let opened = state.opened;
+        while state.closed && state.permits == 0 && state.opened == opened {
             state.held = true;
             self.changed.notify_all();
             state = self.changed.wait(state).unwrap();
@@ -427,6 +432,11 @@ impl Open {
         self.0.read_exact(&mut data).unwrap();
         data.truncate(length);
         (length > 0).then(|| String::from_utf8(data).unwrap())
+    }
+
+    /// Reads the whole answer.
+    pub(crate) fn reply(self) -> Reply {
+        read_reply(self.0)
     }
 
     /// All that is left.
