@@ -4,6 +4,8 @@
 //! template → plan for the device → memory → weights (in parallel) → cache → executor. Anything that does not fit is
 //! refused by name before weights are touched.
 
+mod published;
+
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,6 +22,8 @@ use crate::format::value::{KeyValues, Strings};
 use crate::models::{self, Metadata, ModelSpec};
 use crate::sample::params::SamplingParams;
 use crate::text::{ChatTemplate, Tokenizer, VocabSource};
+
+pub use published::{PublishedSampling, published_sampling};
 
 /// Tokens per cache block: the field's usual size. Prefix reuse works in these steps.
 pub const BLOCK_TOKENS: usize = 16;
@@ -333,44 +337,6 @@ fn chat_template(text: &str, tokenizer: &Tokenizer) -> Result<ChatTemplate> {
     ChatTemplate::new(source, tokenizer.vocab().bos_text(), tokenizer.vocab().eos_text())
 }
 
-/// The sampling values a checkpoint publishes (`general.sampling.*`) over the engine's defaults, and their keys.
-///
-/// # Errors
-/// If a value is out of range or of another type.
-pub fn published_sampling(values: &KeyValues) -> Result<(SamplingParams, Vec<String>)> {
-    let mut params = SamplingParams::default();
-    let mut keys = Vec::new();
-    let mut number = |name: &str, set: &mut dyn FnMut(f32)| -> Result<()> {
-        let key = format!("general.sampling.{name}");
-        if let Some(value) = values.get::<f32>(&key)? {
-            set(value);
-            keys.push(key);
-        }
-        Ok(())
-    };
-    number("temp", &mut |v| params.temperature = v)?;
-    // Negative counts mean "all" in published files.
-    number("top_k", &mut |v| params.top_k = v.max(0.0) as u32)?;
-    number("top_p", &mut |v| params.top_p = v)?;
-    number("min_p", &mut |v| params.min_p = v)?;
-    number("penalty_repeat", &mut |v| params.repetition_penalty = v)?;
-    number("penalty_last_n", &mut |v| {
-        params.repetition_window = v.max(0.0) as u32
-    })?;
-    for (key, _) in values.iter() {
-        if key.starts_with("general.sampling.") && !keys.iter().any(|k| k == key) {
-            tracing::warn!(
-                "the model publishes `{key}`, a sampler this build does not have; it is not applied"
-            );
-        }
-    }
-    params.validate(usize::MAX).map_err(|e| Error::Format {
-        path: values.path().to_owned(),
-        detail: format!("general.sampling.*: {e}"),
-    })?;
-    Ok((params, keys))
-}
-
 /// The plan of a checkpoint on a device.
 ///
 /// # Errors
@@ -557,7 +523,13 @@ pub fn load_sized(
         facts,
     } = open(path)?;
     let (tokenizer, template) = texts(&gguf, options.template.as_deref())?;
-    let (defaults, published) = published_sampling(gguf.metadata())?;
+    let sampling = published_sampling(gguf.metadata())?;
+    for (key, value) in &sampling.not_applied {
+        tracing::warn!(
+            "the model publishes `{key}` = {value}, which belongs to a sampler this build does not have: replies are \
+             drawn without it"
+        );
+    }
     let caches = graph.caches.clone();
     let plan = plan(graph, device, options)?;
     let need: u64 = gguf.tensors().iter().map(|t| t.bytes() as u64).sum();
@@ -602,8 +574,8 @@ pub fn load_sized(
         vocab_size: spec.vocab_size,
         tokenizer,
         template,
-        defaults,
-        published,
+        defaults: sampling.params,
+        published: sampling.applied,
         weight_bytes,
         kv_bytes: cache.bytes,
         arena_bytes,

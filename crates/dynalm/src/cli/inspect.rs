@@ -10,7 +10,7 @@ use dynair::CacheDecl;
 use super::options::Flags;
 use super::{console, pull, session, text};
 use crate::format::value::Value;
-use crate::load::{self, Checkpoint};
+use crate::load::{self, Checkpoint, PublishedSampling};
 use crate::settings::Settings;
 use crate::text::Tokenizer;
 
@@ -26,7 +26,7 @@ pub(super) struct InspectArgs {
     /// List every tensor
     #[arg(long)]
     tensors: bool,
-    /// List every metadata key
+    /// List every metadata key; as JSON with whole values, else with the beginning of each
     #[arg(long)]
     metadata: bool,
     /// Context window whose memory is shown; auto: the model's
@@ -77,6 +77,7 @@ pub(super) fn run(args: &InspectArgs, settings: &Settings) -> anyhow::Result<()>
         kv: one.kv,
         weights: checkpoint.gguf.tensors().iter().map(|t| t.bytes()).sum(),
         cache_bytes: cache.bytes,
+        sampling: load::published_sampling(checkpoint.gguf.metadata())?,
         by_type,
     };
     if args.json {
@@ -98,6 +99,7 @@ struct Findings<'a> {
     kv: KvType,
     weights: usize,
     cache_bytes: usize,
+    sampling: PublishedSampling,
     /// Tensors and bytes of each type.
     by_type: BTreeMap<&'a str, (usize, usize)>,
 }
@@ -121,6 +123,10 @@ impl Findings<'_> {
             "layers": checkpoint.spec.layers.len(), "hidden_size": checkpoint.spec.hidden_size,
             "vocab_size": checkpoint.spec.vocab_size, "trained_context": facts.trained_context,
             "types": types, "chat_template": self.chat,
+            "sampling": {
+                "applied": self.published(&self.sampling.applied),
+                "not_applied": self.published(self.sampling.not_applied.iter().map(|(key, _)| key)),
+            },
             "memory": {"context": self.context, "weights": self.weights, "cache": self.cache_bytes, "cache_type": self.kv.name()},
         });
         if args.metadata {
@@ -128,7 +134,7 @@ impl Findings<'_> {
                 .gguf
                 .metadata()
                 .iter()
-                .map(|(key, value)| (key.to_owned(), serde_json::Value::from(short(value))))
+                .map(|(key, value)| (key.to_owned(), serde_json::Value::from(value)))
                 .collect::<serde_json::Map<_, _>>()
                 .into();
         }
@@ -141,6 +147,17 @@ impl Findings<'_> {
                 .collect();
         }
         all
+    }
+
+    /// Keys of the metadata with their values.
+    fn published<'k>(
+        &self,
+        keys: impl IntoIterator<Item = &'k String>,
+    ) -> serde_json::Map<String, serde_json::Value> {
+        let metadata = self.checkpoint.gguf.metadata();
+        keys.into_iter()
+            .filter_map(|key| Some((key.clone(), metadata.value(key)?.into())))
+            .collect()
     }
 
     fn print(&self, args: &InspectArgs) -> anyhow::Result<()> {
@@ -177,6 +194,22 @@ impl Findings<'_> {
                 ),
             ],
         ];
+        let listed = |entries: serde_json::Map<String, serde_json::Value>| {
+            let entries = entries.iter().map(|(key, value)| format!("{key} = {value}"));
+            entries.collect::<Vec<_>>().join(", ")
+        };
+        if !self.sampling.applied.is_empty() {
+            let applied = listed(self.published(&self.sampling.applied));
+            rows.push(vec!["sampling".to_owned(), applied]);
+        }
+        if !self.sampling.not_applied.is_empty() {
+            let missing = self.sampling.not_applied.iter().map(|(key, _)| key);
+            let missing = listed(self.published(missing));
+            rows.push(vec![
+                "not applied".to_owned(),
+                format!("{missing} (samplers this build does not have)"),
+            ]);
+        }
         for (name, (n, bytes)) in &self.by_type {
             rows.push(vec![
                 format!("type {name}"),

@@ -173,6 +173,56 @@ impl Value {
     }
 }
 
+impl From<&Value> for serde_json::Value {
+    /// The whole value. A float that JSON cannot write becomes its name.
+    fn from(value: &Value) -> serde_json::Value {
+        match value {
+            Value::U8(v) => (*v).into(),
+            Value::I8(v) => (*v).into(),
+            Value::U16(v) => (*v).into(),
+            Value::I16(v) => (*v).into(),
+            Value::U32(v) => (*v).into(),
+            Value::I32(v) => (*v).into(),
+            Value::F32(v) => json_float(v),
+            Value::Bool(v) => (*v).into(),
+            Value::Str(v) => v.as_str().into(),
+            Value::Array(v) => v.into(),
+            Value::U64(v) => (*v).into(),
+            Value::I64(v) => (*v).into(),
+            Value::F64(v) => json_float(v),
+        }
+    }
+}
+
+impl From<&Array> for serde_json::Value {
+    fn from(array: &Array) -> serde_json::Value {
+        match array {
+            Array::U8(v) => v.as_slice().into(),
+            Array::I8(v) => v.as_slice().into(),
+            Array::U16(v) => v.as_slice().into(),
+            Array::I16(v) => v.as_slice().into(),
+            Array::U32(v) => v.as_slice().into(),
+            Array::I32(v) => v.as_slice().into(),
+            Array::F32(v) => v.iter().map(|x| json_float(x)).collect(),
+            Array::Bool(v) => v.as_slice().into(),
+            Array::Str(v) => v.iter().collect(),
+            Array::Array(v) => v.iter().map(serde_json::Value::from).collect(),
+            Array::U64(v) => v.as_slice().into(),
+            Array::I64(v) => v.as_slice().into(),
+            Array::F64(v) => v.iter().map(|x| json_float(x)).collect(),
+        }
+    }
+}
+
+/// A float with the digits that tell it from its neighbours in its own type: 0.1 of 32 bits stays 0.1.
+fn json_float(value: &dyn std::fmt::Display) -> serde_json::Value {
+    let text = value.to_string();
+    match text.parse().ok().and_then(serde_json::Number::from_f64) {
+        Some(number) => serde_json::Value::Number(number),
+        None => text.into(),
+    }
+}
+
 impl std::fmt::Display for Value {
     /// The value for people; long strings and arrays are abbreviated.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
