@@ -5,6 +5,7 @@
 //! or variable nobody knows is an error with file, line and the nearest known key, never ignored.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -228,49 +229,130 @@ impl fmt::Display for Origin {
     }
 }
 
-/// The process environment, or what a test puts in its place.
+/// Prefix of this program's own variables.
+const OWN: &str = "DYNALM_";
+/// Variables for tests carry their own prefix and configure no setting.
+const FOR_TESTS: &str = "DYNALM_TEST_";
+/// Variables of other tools that are read as text; those of the proxies by the HTTP library.
+const TEXTS: &[&str] = &[
+    "ALL_PROXY",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "HF_TOKEN",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "NO_COLOR",
+    "NO_PROXY",
+    "PIP_EXTRA_INDEX_URL",
+    "PIP_FIND_LINKS",
+    "PIP_INDEX_URL",
+    "PIP_NO_INDEX",
+    "PIP_PROXY",
+    "TERM",
+    "all_proxy",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+];
+/// Variables of other tools that are read as paths, which need not be UTF-8.
+const PATHS: &[&str] = &[
+    "APPDATA",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HOME",
+    "PIP_CERT",
+    "PIP_CONFIG_FILE",
+    "USERPROFILE",
+    "XDG_CONFIG_HOME",
+];
+
+/// The variables of the process that are read, or what a test puts in their place.
 #[derive(Debug, Clone, Default)]
-pub struct Environment(BTreeMap<String, String>);
+pub struct Environment {
+    texts: BTreeMap<String, String>,
+    paths: BTreeMap<String, PathBuf>,
+}
 
 impl Environment {
-    /// The variables of this process; those that are no UTF-8 are left out.
-    pub fn of_process() -> Environment {
-        Environment(
-            std::env::vars_os()
-                .filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?)))
-                .collect(),
-        )
+    /// The variables of this process.
+    ///
+    /// # Errors
+    /// If one that is read as text is not UTF-8.
+    pub fn of_process() -> Result<Environment> {
+        Environment::from_vars(std::env::vars_os())
+    }
+
+    fn from_vars(vars: impl Iterator<Item = (OsString, OsString)>) -> Result<Environment> {
+        let mut all = Environment::default();
+        for (name, value) in vars {
+            let name = name.to_string_lossy().into_owned();
+            if PATHS.contains(&name.as_str()) {
+                all.paths.insert(name, PathBuf::from(value));
+            } else if is_text(&name) {
+                let value = value.into_string().map_err(|value| {
+                    let shown = if is_secret(&name) {
+                        String::new()
+                    } else {
+                        format!(" (`{}`)", value.display())
+                    };
+                    Error::Settings(format!(
+                        "environment variable `{name}`: its value is not UTF-8{shown}; set it to a text or unset it"
+                    ))
+                })?;
+                all.texts.insert(name, value);
+            }
+        }
+        Ok(all)
     }
 
     /// Exactly these variables.
     pub fn of(vars: &[(&str, &str)]) -> Environment {
-        Environment(
-            vars.iter()
-                .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
-                .collect(),
-        )
+        let vars = vars.iter().map(|(k, v)| (OsString::from(k), OsString::from(v)));
+        Environment::from_vars(vars).unwrap_or_default() // a `str` is UTF-8
     }
 
     /// The value of a variable; an empty one counts as not set.
     pub fn get(&self, name: &str) -> Option<&str> {
-        self.0.get(name).map(String::as_str).filter(|v| !v.is_empty())
+        debug_assert!(is_text(name), "`{name}` is not among the variables that are read");
+        self.texts.get(name).map(String::as_str).filter(|v| !v.is_empty())
+    }
+
+    /// The path that a variable holds; an empty one counts as not set.
+    pub fn path(&self, name: &str) -> Option<&Path> {
+        debug_assert!(
+            PATHS.contains(&name),
+            "`{name}` is not among the variables that are read"
+        );
+        self.paths
+            .get(name)
+            .map(PathBuf::as_path)
+            .filter(|v| !v.as_os_str().is_empty())
     }
 
     /// The user's home folder.
     pub fn home(&self) -> Option<PathBuf> {
-        self.get("HOME")
-            .or_else(|| self.get("USERPROFILE"))
-            .map(PathBuf::from)
+        self.path("HOME")
+            .or_else(|| self.path("USERPROFILE"))
+            .map(Path::to_owned)
     }
 
     /// Where the configuration file is looked for.
     pub fn config_path(&self) -> Option<PathBuf> {
-        let base = match self.get("XDG_CONFIG_HOME") {
-            Some(dir) => PathBuf::from(dir),
+        let base = match self.path("XDG_CONFIG_HOME") {
+            Some(dir) => dir.to_owned(),
             None => self.home()?.join(".config"),
         };
         Some(base.join("dynalm").join("config.toml"))
     }
+}
+
+fn is_text(name: &str) -> bool {
+    TEXTS.contains(&name) || name.starts_with(OWN) && !name.starts_with(FOR_TESTS)
+}
+
+fn is_secret(name: &str) -> bool {
+    let is = |s: &Setting| s.kind == Kind::Secret && s.variable() == name;
+    name == "HF_TOKEN" || SETTINGS.iter().any(is)
 }
 
 /// All settings with their values and origins.
@@ -359,16 +441,12 @@ impl Settings {
     fn read_environment(&mut self) -> Result<()> {
         let set: Vec<(String, String)> = self
             .environment
-            .0
+            .texts
             .iter()
-            .filter(|(k, v)| k.starts_with("DYNALM_") && !v.is_empty())
+            .filter(|(k, v)| k.starts_with(OWN) && !v.is_empty())
             .map(|(k, v)| (k.clone(), v.clone()))
             .collect();
         for (name, value) in set {
-            // Variables for tests carry their own prefix and configure no setting.
-            if name.starts_with("DYNALM_TEST_") {
-                continue;
-            }
             let Some(setting) = SETTINGS.iter().find(|s| s.variable() == name) else {
                 let known = SETTINGS.iter().map(Setting::variable).collect::<Vec<_>>();
                 let near = nearest(&name, known.iter().map(String::as_str));
@@ -647,6 +725,38 @@ mod tests {
         }
         let s = Settings::load(None, Environment::of(&[("DYNALM_HUB_TOKEN", "hf_abc")]), &[]).expect("valid");
         assert!(s.rows().iter().all(|(_, shown, _)| !shown.contains("hf_abc")));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn values_that_are_no_utf8_are_refused_by_name_unless_they_are_paths_or_not_read() {
+        use std::os::unix::ffi::OsStringExt;
+        let from = |name: &str| {
+            let value = OsString::from_vec(b"a\xffb".to_vec());
+            Environment::from_vars(std::iter::once((OsString::from(name), value)))
+        };
+        for name in ["DYNALM_KV", "DYNALM_NOSUCH", "HF_ENDPOINT", "PIP_INDEX_URL"] {
+            let e = from(name).expect_err(name).to_string();
+            assert!(
+                e.contains(name) && e.contains("not UTF-8") && e.contains('a'),
+                "{e}"
+            );
+        }
+        for name in ["HF_TOKEN", "DYNALM_HUB_TOKEN"] {
+            let e = from(name).expect_err(name).to_string();
+            assert!(
+                e.contains(name) && !e.contains("a\u{fffd}b") && !e.contains("xff"),
+                "{e}"
+            );
+        }
+        let home = from("HOME").expect("a path may be any bytes");
+        assert_eq!(
+            home.home(),
+            Some(PathBuf::from(OsString::from_vec(b"a\xffb".to_vec())))
+        );
+        for name in ["DYNALM_TEST_DATA", "PS1"] {
+            from(name).expect("not read here");
+        }
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub(super) fn list(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()>
 }
 
 fn local(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
-    let models = source::list(&SourceConfig::from_settings(settings))?;
+    let models = source::list(&SourceConfig::from_settings(settings)?)?;
     let mut rows = vec![
         [
             "NAME",
@@ -98,7 +98,7 @@ fn local(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
 }
 
 fn available(args: &ModelsArgs, settings: &Settings) -> anyhow::Result<()> {
-    let config = SourceConfig::from_settings(settings);
+    let config = SourceConfig::from_settings(settings)?;
     let free = dynacore::cpu::Topology::detect().free_bytes();
     let mut rows = vec![
         ["NAME", "PARAMETERS", "TYPE", "FROM", "HERE"]
@@ -144,7 +144,7 @@ fn bits(quant: &str) -> u64 {
 }
 
 pub(super) fn remove(args: &RmArgs, settings: &Settings) -> anyhow::Result<()> {
-    let config = SourceConfig::from_settings(settings);
+    let config = SourceConfig::from_settings(settings)?;
     for name in &args.names {
         if !args.yes {
             if !std::io::stdin().is_terminal() {

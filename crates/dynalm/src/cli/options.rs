@@ -54,7 +54,8 @@ impl GlobalArgs {
         if self.offline {
             flags.push(("offline", "true".to_owned(), "offline"));
         }
-        Settings::load(self.config.as_deref(), Environment::of_process(), &flags)
+        Environment::of_process()
+            .and_then(|environment| Settings::load(self.config.as_deref(), environment, &flags))
             .map_err(|e| anyhow::Error::new(Usage(e.to_string())))
     }
 }

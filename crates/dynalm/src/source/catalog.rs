@@ -26,14 +26,7 @@ impl fmt::Display for Piece {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
     /// A hub repository.
-    Hub {
-        /// `owner/name`.
-        repo: String,
-        /// File or quantisation.
-        file: Option<String>,
-        /// Revision.
-        revision: Option<String>,
-    },
+    Hub(HubName),
     /// Members of wheels, joined in order.
     Pypi {
         /// The members.
@@ -57,12 +50,7 @@ pub enum Origin {
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Origin::Hub { repo, file, revision } => HubName {
-                repo: repo.clone(),
-                file: file.clone(),
-                revision: revision.clone(),
-            }
-            .fmt(f),
+            Origin::Hub(name) => name.fmt(f),
             Origin::Pypi { pieces, .. } if pieces.len() > 1 => {
                 write!(f, "{} and {} more", pieces[0], pieces.len() - 1)
             }
@@ -91,11 +79,7 @@ impl Entry {
     /// The hub repositories among its origins.
     pub(super) fn hub_names(&self) -> Vec<HubName> {
         let name = |o: &Origin| match o {
-            Origin::Hub { repo, file, revision } => Some(HubName {
-                repo: repo.clone(),
-                file: file.clone(),
-                revision: revision.clone(),
-            }),
+            Origin::Hub(name) => Some(name.clone()),
             _ => None,
         };
         self.origins.iter().filter_map(name).collect()
@@ -190,11 +174,11 @@ const HUB: &[Row] = &[
 ];
 
 fn hub(repo: &str, file: &str) -> Origin {
-    Origin::Hub {
+    Origin::Hub(HubName {
         repo: repo.into(),
         file: Some(file.into()),
         revision: None,
-    }
+    })
 }
 
 fn piece(package: &str, version: &str, member: &str) -> Piece {

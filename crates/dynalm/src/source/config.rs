@@ -3,7 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::settings::Settings;
+use crate::error::{Error, Result};
+use crate::settings::{Environment, Settings};
+
+/// The index asked where nothing else is configured.
+const PUBLIC_INDEX: &str = "https://pypi.org/simple";
 
 /// How to reach servers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -30,8 +34,11 @@ pub struct SourceConfig {
     pub hub_cache: Option<PathBuf>,
     /// No network at all (`HF_HUB_OFFLINE`).
     pub offline: bool,
-    /// Package index (`PIP_INDEX_URL`, pip.conf `index-url`).
-    pub index_url: String,
+    /// Package indexes, in the order in which they are asked (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`; none with
+    /// `PIP_NO_INDEX`; pip.conf alike).
+    pub indexes: Vec<String>,
+    /// Folders and pages that hold wheels, asked before the indexes (`PIP_FIND_LINKS`, pip.conf `find-links`).
+    pub find_links: Vec<String>,
     /// Certificates trusted for the package index instead of the system's (`PIP_CERT`, pip.conf `cert`).
     pub index_cert: Option<PathBuf>,
     /// How to reach servers.
@@ -55,7 +62,8 @@ impl Default for SourceConfig {
             hub_token: None,
             hub_cache: None,
             offline: false,
-            index_url: "https://pypi.org/simple".into(),
+            indexes: vec![PUBLIC_INDEX.into()],
+            find_links: Vec::new(),
             index_cert: None,
             proxy: Proxy::Environment,
             force: false,
@@ -67,46 +75,67 @@ impl Default for SourceConfig {
 }
 
 impl SourceConfig {
-    /// The settings that environment variables (through `var`) and pip's configuration files give.
+    /// The settings that environment variables and pip's configuration files give.
     ///
-    /// Read are `DYNALM_MODELS_DIR`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`,
-    /// `PIP_INDEX_URL`, `PIP_CERT`, `PIP_PROXY`, `PIP_CONFIG_FILE`, `XDG_CONFIG_HOME`, `APPDATA`, and `HOME` or
-    /// `USERPROFILE`.
-    pub fn from_environment(var: &dyn Fn(&str) -> Option<String>) -> SourceConfig {
-        let var = |name: &str| var(name).filter(|v| !v.is_empty());
+    /// # Errors
+    /// If a configuration file of pip's that is there cannot be read.
+    pub fn from_environment(environment: &Environment) -> Result<SourceConfig> {
+        let var = |name: &str| environment.get(name).map(str::to_owned);
         let mut config = SourceConfig::default();
-        let home = var("HOME").or_else(|| var("USERPROFILE")).map(PathBuf::from);
-        let home = home.unwrap_or_else(|| PathBuf::from("."));
+        let home = environment.home().unwrap_or_else(|| PathBuf::from("."));
         config.models_dir =
             var("DYNALM_MODELS_DIR").map_or_else(|| home.join(".dynalm").join("models"), PathBuf::from);
         if let Some(endpoint) = var("HF_ENDPOINT") {
             config.hub_endpoint = endpoint.trim_end_matches('/').to_owned();
         }
         config.hub_token = var("HF_TOKEN");
-        let hub_home = var("HF_HOME").map_or_else(|| home.join(".cache").join("huggingface"), PathBuf::from);
-        config.hub_cache = Some(var("HF_HUB_CACHE").map_or_else(|| hub_home.join("hub"), PathBuf::from));
+        let hub_home = environment
+            .path("HF_HOME")
+            .map_or_else(|| home.join(".cache").join("huggingface"), Path::to_owned);
+        let hub_cache = environment.path("HF_HUB_CACHE");
+        config.hub_cache = Some(hub_cache.map_or_else(|| hub_home.join("hub"), Path::to_owned));
         config.offline = var("HF_HUB_OFFLINE").is_some_and(|v| is_true(&v));
         let mut pip = PipConfig::default();
-        for path in pip_files(&var, &home) {
-            if let Ok(text) = std::fs::read_to_string(&path) {
-                pip.read(&text);
+        for path in pip_files(environment, &home) {
+            match std::fs::read(&path) {
+                Ok(bytes) => pip.read(&String::from_utf8_lossy(&bytes)),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(source) => {
+                    return Err(Error::Io {
+                        what: format!("reading pip's configuration `{}`", path.display()),
+                        source,
+                    });
+                }
             }
         }
-        if let Some(url) = var("PIP_INDEX_URL").or(pip.index_url) {
-            config.index_url = url.trim_end_matches('/').to_owned();
-        }
-        config.index_cert = var("PIP_CERT").or(pip.cert).map(PathBuf::from);
+        let no_index = var("PIP_NO_INDEX").or(pip.no_index).is_some_and(|v| is_true(&v));
+        config.indexes = if no_index {
+            Vec::new()
+        } else {
+            let main = var("PIP_INDEX_URL").or(pip.index_url);
+            let extra = var("PIP_EXTRA_INDEX_URL").or(pip.extra_index_url);
+            let main = main.unwrap_or_else(|| PUBLIC_INDEX.to_owned());
+            std::iter::once(main)
+                .chain(words(extra))
+                .map(|url| index_address(&url))
+                .collect()
+        };
+        config.find_links = words(var("PIP_FIND_LINKS").or(pip.find_links)).collect();
+        let cert = environment.path("PIP_CERT").map(Path::to_owned);
+        config.index_cert = cert.or(pip.cert.map(PathBuf::from));
         if let Some(url) = var("PIP_PROXY").or(pip.proxy) {
             config.proxy = Proxy::Url(url);
         }
-        config
+        Ok(config)
     }
 
     /// The settings of this run: [`SourceConfig::from_environment`], overridden by those the user has set as DynaLM's
     /// own.
-    pub fn from_settings(settings: &Settings) -> SourceConfig {
-        let environment = settings.environment();
-        let mut config = SourceConfig::from_environment(&|name| environment.get(name).map(str::to_owned));
+    ///
+    /// # Errors
+    /// As [`SourceConfig::from_environment`].
+    pub fn from_settings(settings: &Settings) -> Result<SourceConfig> {
+        let mut config = SourceConfig::from_environment(settings.environment())?;
         if let Some(folder) = settings.path("models_dir") {
             config.models_dir = folder;
         }
@@ -121,10 +150,25 @@ impl SourceConfig {
         }
         config.hub_token = set("hub.token").or(config.hub_token);
         if let Some(index) = set("pypi.index") {
-            config.index_url = index.trim_end_matches('/').to_owned();
+            config.indexes = vec![index_address(&index)];
+            config.find_links = Vec::new();
         }
-        config
+        Ok(config)
     }
+}
+
+/// The words of a list in pip's configuration.
+fn words(text: Option<String>) -> impl Iterator<Item = String> {
+    let words: Vec<String> = text
+        .iter()
+        .flat_map(|text| text.split_whitespace())
+        .map(str::to_owned)
+        .collect();
+    words.into_iter()
+}
+
+fn index_address(url: &str) -> String {
+    url.trim_end_matches('/').to_owned()
 }
 
 fn is_true(value: &str) -> bool {
@@ -134,14 +178,16 @@ fn is_true(value: &str) -> bool {
 }
 
 /// pip's configuration files, the later overriding the earlier.
-fn pip_files(var: &dyn Fn(&str) -> Option<String>, home: &Path) -> Vec<PathBuf> {
+fn pip_files(environment: &Environment, home: &Path) -> Vec<PathBuf> {
     let mut files = vec![PathBuf::from("/etc/pip.conf"), home.join(".pip").join("pip.conf")];
-    let config = var("XDG_CONFIG_HOME").map_or_else(|| home.join(".config"), PathBuf::from);
+    let config = environment
+        .path("XDG_CONFIG_HOME")
+        .map_or_else(|| home.join(".config"), Path::to_owned);
     files.push(config.join("pip").join("pip.conf"));
-    if let Some(roaming) = var("APPDATA") {
-        files.push(Path::new(&roaming).join("pip").join("pip.ini"));
+    if let Some(roaming) = environment.path("APPDATA") {
+        files.push(roaming.join("pip").join("pip.ini"));
     }
-    files.extend(var("PIP_CONFIG_FILE").map(PathBuf::from));
+    files.extend(environment.path("PIP_CONFIG_FILE").map(Path::to_owned));
     files
 }
 
@@ -149,6 +195,9 @@ fn pip_files(var: &dyn Fn(&str) -> Option<String>, home: &Path) -> Vec<PathBuf> 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct PipConfig {
     pub(super) index_url: Option<String>,
+    pub(super) extra_index_url: Option<String>,
+    pub(super) find_links: Option<String>,
+    pub(super) no_index: Option<String>,
     pub(super) cert: Option<String>,
     pub(super) proxy: Option<String>,
 }
@@ -157,25 +206,49 @@ impl PipConfig {
     /// Takes over what an ini file says in `[global]`, `[install]` and `[download]`.
     pub(super) fn read(&mut self, text: &str) {
         let mut section = "";
+        let mut key = String::new();
         for line in text.lines() {
+            // An indented line goes on with the value of the key above.
+            let goes_on = line.starts_with([' ', '\t']) && !key.is_empty();
             let line = line.trim();
+            if line.is_empty() || line.starts_with(['#', ';']) {
+                continue;
+            }
             if let Some(name) = line.strip_prefix('[').and_then(|l| l.strip_suffix(']')) {
                 section = name.trim();
+                key.clear();
                 continue;
             }
-            if line.starts_with(['#', ';']) || !["global", "install", "download"].contains(&section) {
+            if !["global", "install", "download"].contains(&section) {
                 continue;
             }
-            let Some((key, value)) = line.split_once(['=', ':']) else {
+            if goes_on {
+                if let Some(slot) = self.slot(&key) {
+                    let value = slot.get_or_insert_default();
+                    value.push(' ');
+                    value.push_str(line);
+                }
+                continue;
+            }
+            let Some((name, value)) = line.split_once(['=', ':']) else {
                 continue;
             };
-            let value = Some(value.trim().to_owned()).filter(|v| !v.is_empty());
-            match key.trim().replace('_', "-").as_str() {
-                "index-url" => self.index_url = value,
-                "cert" => self.cert = value,
-                "proxy" => self.proxy = value,
-                _ => {}
+            key = name.trim().replace('_', "-");
+            if let Some(slot) = self.slot(&key) {
+                *slot = Some(value.trim().to_owned()).filter(|v| !v.is_empty());
             }
         }
+    }
+
+    fn slot(&mut self, key: &str) -> Option<&mut Option<String>> {
+        Some(match key {
+            "index-url" => &mut self.index_url,
+            "extra-index-url" => &mut self.extra_index_url,
+            "find-links" => &mut self.find_links,
+            "no-index" => &mut self.no_index,
+            "cert" => &mut self.cert,
+            "proxy" => &mut self.proxy,
+            _ => return None,
+        })
     }
 }

@@ -170,6 +170,46 @@ impl Http {
         Err(source(format!("{url}: too many redirects")))
     }
 
+    /// Up to `length` bytes from byte `start` on, and the length of the whole file.
+    ///
+    /// # Errors
+    /// If the server cannot be reached, answers with an error, or does not send the range.
+    pub(super) fn range(
+        &self,
+        url: &str,
+        token: Option<&str>,
+        start: u64,
+        length: u64,
+    ) -> Result<(Vec<u8>, u64)> {
+        let mut request = self.agent.get(url).header("accept-encoding", "identity");
+        let last = start.saturating_add(length).saturating_sub(1);
+        request = request.header("range", format!("bytes={start}-{last}"));
+        if let Some(token) = token {
+            request = request.header("authorization", format!("Bearer {token}"));
+        }
+        let request = request.config().https_only(url.starts_with("https://")).build();
+        let response = request.call().map_err(|e| source(unreachable(url, &e)))?;
+        check_status(url, &response)?;
+        let (at, total) = if response.status().as_u16() == 206 {
+            content_range(response.headers())
+        } else {
+            // The whole file is on its way; its beginning is as good as a range.
+            let total = header(response.headers(), "content-length").and_then(|n| n.parse().ok());
+            (Some(0), total)
+        };
+        let (Some(total), true) = (total, at == Some(start)) else {
+            return Err(source(format!(
+                "{url}: the server does not give byte ranges, so only a pull can tell what is in it"
+            )));
+        };
+        let mut bytes = Vec::new();
+        let body = response.into_body().into_with_config().limit(u64::MAX).reader();
+        body.take(length)
+            .read_to_end(&mut bytes)
+            .map_err(|e| source(format!("{url}: connection lost ({e})")))?;
+        Ok((bytes, total))
+    }
+
     /// Fetches a file into `part`, going on from what is there.
     ///
     /// # Errors

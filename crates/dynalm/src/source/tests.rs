@@ -14,6 +14,7 @@ use self::server::{Resource, Server, sha256};
 use super::config::PipConfig;
 use super::*;
 use crate::format::{GgufLayout, GgufWriter};
+use crate::settings::Environment;
 
 /// Events of a pull, for looking at.
 #[derive(Default)]
@@ -46,7 +47,7 @@ fn setup(server: &Server) -> (TempDir, SourceConfig) {
     let config = SourceConfig {
         models_dir: dir.path().join("models"),
         hub_endpoint: server.url.clone(),
-        index_url: format!("{}/simple", server.url),
+        indexes: vec![format!("{}/simple", server.url)],
         proxy: Proxy::None,
         retry_pause: Duration::ZERO,
         ..SourceConfig::default()
@@ -179,7 +180,7 @@ fn the_catalogue_is_sound() {
         }
         for origin in &entry.origins {
             match origin {
-                Origin::Hub { .. } => assert!(ModelSource::parse(&origin.to_string()).is_ok(), "{origin}"),
+                Origin::Hub(_) => assert!(ModelSource::parse(&origin.to_string()).is_ok(), "{origin}"),
                 Origin::Pypi { pieces, sha256, .. } => {
                     assert!(pieces.iter().all(|p| ModelSource::parse(&p.to_string()).is_ok()));
                     assert_eq!(sha256.as_ref().unwrap().len(), 64);
@@ -268,20 +269,25 @@ fn index_pages_are_read_in_both_forms() {
 fn the_environment_and_pips_files_are_honoured() {
     let dir = TempDir::new().unwrap();
     let pip = dir.path().join("pip.conf");
-    let text =
-        "[global]\n# index-url = no\nindex-url = https://mirror/simple/\ncert: /c.pem\n[list]\nproxy = no\n";
+    let text = "[global]\n# index-url = no\nindex-url = https://mirror/simple/\ncert: /c.pem\n\
+                extra-index-url =\n    https://a/simple/\n    # no\n    https://b/simple\nfind-links = /w\n\
+                [list]\nproxy = no\n";
     std::fs::write(&pip, text).unwrap();
-    let pip = pip.to_str().unwrap().to_owned();
-    let config = SourceConfig::from_environment(&|name| match name {
-        "HOME" => Some("/h".into()),
-        "PIP_CONFIG_FILE" => Some(pip.clone()),
-        "HF_ENDPOINT" => Some("https://hub/".into()),
-        "HF_TOKEN" => Some("t".into()),
-        "HF_HUB_OFFLINE" => Some("1".into()),
-        _ => None,
-    });
+    let pip = pip.to_str().unwrap();
+    let vars = [
+        ("HOME", "/h"),
+        ("PIP_CONFIG_FILE", pip),
+        ("HF_ENDPOINT", "https://hub/"),
+        ("HF_TOKEN", "t"),
+        ("HF_HUB_OFFLINE", "1"),
+    ];
+    let config = SourceConfig::from_environment(&Environment::of(&vars)).unwrap();
     assert_eq!(config.models_dir, Path::new("/h/.dynalm/models"));
-    assert_eq!(config.index_url, "https://mirror/simple");
+    assert_eq!(
+        config.indexes,
+        ["https://mirror/simple", "https://a/simple", "https://b/simple"]
+    );
+    assert_eq!(config.find_links, ["/w"]);
     assert_eq!(config.index_cert.as_deref(), Some(Path::new("/c.pem")));
     assert_eq!(config.proxy, Proxy::Environment);
     assert_eq!(
@@ -292,6 +298,26 @@ fn the_environment_and_pips_files_are_honoured() {
         config.hub_cache.as_deref(),
         Some(Path::new("/h/.cache/huggingface/hub"))
     );
+    // A variable replaces what the files say of the same key.
+    let with = |name, value| {
+        let mut vars = vars.to_vec();
+        vars.push((name, value));
+        SourceConfig::from_environment(&Environment::of(&vars)).unwrap()
+    };
+    assert_eq!(
+        with("PIP_EXTRA_INDEX_URL", "https://x/ https://y").indexes,
+        ["https://mirror/simple", "https://x", "https://y"]
+    );
+    assert_eq!(
+        with("PIP_FIND_LINKS", "/v https://l/").find_links,
+        ["/v", "https://l/"]
+    );
+    assert!(with("PIP_NO_INDEX", "true").indexes.is_empty());
+    let unreadable = Environment::of(&[("PIP_CONFIG_FILE", dir.path().to_str().unwrap())]);
+    let message = SourceConfig::from_environment(&unreadable)
+        .unwrap_err()
+        .to_string();
+    assert_says(&message, &["pip's configuration", dir.path().to_str().unwrap()]);
     let mut pip = PipConfig::default();
     pip.read("[install]\nindex_url = https://a\nproxy = http://p:1\n");
     assert_eq!(

@@ -95,6 +95,11 @@ impl Server {
         self.shared.lock().unwrap().0.insert(path.into(), resource);
     }
 
+    /// What is served at a path.
+    pub(super) fn resource(&self, path: &str) -> Resource {
+        self.shared.lock().unwrap().0[path].clone()
+    }
+
     pub(super) fn seen(&self) -> Vec<Seen> {
         self.shared.lock().unwrap().1.clone()
     }
@@ -164,7 +169,7 @@ fn answer(mut stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
     let Some(r) = next(shared, &seen) else {
         return stream.write_all(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
     };
-    let start: usize = seen
+    let range = seen
         .range()
         .filter(|_| !r.ignores_range)
         .filter(|_| {
@@ -172,21 +177,23 @@ fn answer(mut stream: TcpStream, shared: &Shared) -> std::io::Result<()> {
                 .get("if-range")
                 .is_none_or(|e| Some(e) == r.etag.as_ref())
         })
-        .and_then(|v| v.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok())
-        .unwrap_or(0);
+        .and_then(|v| v.strip_prefix("bytes=")?.split_once('-'));
     let total = r.body.len();
-    let (status, body) = match (r.status, start) {
+    let start: usize = range.and_then(|r| r.0.parse().ok()).unwrap_or(0);
+    let last: Option<usize> = range.and_then(|r| r.1.parse().ok());
+    let end = last.map_or(total, |last| total.min(last + 1));
+    let (status, body) = match (r.status, range) {
         (Some(status), _) => (status, &r.body[..]),
-        (None, 0) => (200, &r.body[..]),
-        (None, start) if start < total => (206, &r.body[start..]),
-        (None, _) => (416, &[][..]),
+        (None, None) => (200, &r.body[..]),
+        (None, Some(_)) if start < end => (206, &r.body[start..end]),
+        (None, Some(_)) => (416, &[][..]),
     };
     let mut head = format!(
         "HTTP/1.1 {status} X\r\nconnection: close\r\ncontent-length: {}\r\n",
         body.len()
     );
     match status {
-        206 => head += &format!("content-range: bytes {start}-{}/{total}\r\n", total - 1),
+        206 => head += &format!("content-range: bytes {start}-{}/{total}\r\n", end - 1),
         416 => head += &format!("content-range: bytes */{total}\r\n"),
         _ => {}
     }
