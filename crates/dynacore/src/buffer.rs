@@ -1,6 +1,7 @@
 //! Weights on a device: bytes with a logical type and a private layout.
 
 use std::any::Any;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -30,6 +31,15 @@ pub enum Layout {
     RowMajor,
     /// A form private to the device that made it; the number names it in `doctor --plan`.
     Packed(u16),
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Layout::RowMajor => f.write_str("row-major"),
+            Layout::Packed(number) => write!(f, "packed-{number}"),
+        }
+    }
 }
 
 /// A weight on a device.

@@ -1,8 +1,10 @@
 //! The interface every device implements, and the only one the runtime uses.
 
-use dynair::{BatchMeta, CacheDecl, FusedOp, Op, Operand, Plan, Target, WeightDecl};
+use std::fmt;
 
-use crate::buffer::{Tensor, WeightBytes};
+use dynair::{BatchMeta, CacheDecl, FusedOp, Op, Operand, Plan, Step, Target, WeightDecl};
+
+use crate::buffer::{Layout, Tensor, WeightBytes};
 use crate::error::Result;
 use crate::kv::{KvGeometry, KvStorage};
 
@@ -45,11 +47,33 @@ pub trait Device: Target + Send + Sync {
     /// If memory is short or the element type cannot hold a layer's head size.
     fn alloc_kv(&self, caches: &[CacheDecl], geometry: &KvGeometry) -> Result<KvStorage>;
 
+    /// How this device runs `step` of a plan whose weights are used as `usage` says (see [`weight_usage`]), for people.
+    fn step_note(&self, plan: &Plan, step: &Step, usage: &[WeightUsage]) -> StepNote;
+
     /// Binds a plan to its weights (by [`dynair::WeightId`]) and cache.
     ///
     /// # Errors
     /// If a step has no kernel or scratch memory is short.
     fn compile(&self, plan: Plan, weights: Vec<Tensor>, kv: KvStorage) -> Result<Box<dyn Executor>>;
+}
+
+/// How a device runs a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepNote {
+    /// What is called: the kernel's name, and after `@` the table it stands in.
+    pub kernel: String,
+    /// How the weights lie that are the right operand of a product or a table of rows; `None` if the step has none.
+    pub layout: Option<Layout>,
+}
+
+impl fmt::Display for StepNote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "kernel {}", self.kernel)?;
+        match self.layout {
+            Some(layout) => write!(f, ", layout {layout}"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Which kinds of op read a weight; a weight may have several uses (tied embeddings).

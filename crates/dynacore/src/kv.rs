@@ -26,13 +26,22 @@ impl KvType {
         }
     }
 
+    /// Elements of a block, and its bytes.
+    pub const fn block(self) -> (usize, usize) {
+        match self {
+            KvType::F16 => (1, 2),
+            KvType::F32 => (1, 4),
+            KvType::Q8_0 => (32, 34),
+        }
+    }
+
     /// Bytes of `elements` values; `None` if they are no whole number of blocks.
     pub const fn bytes(self, elements: usize) -> Option<usize> {
-        match self {
-            KvType::F16 => Some(elements * 2),
-            KvType::F32 => Some(elements * 4),
-            KvType::Q8_0 if elements.is_multiple_of(32) => Some(elements / 32 * 34),
-            KvType::Q8_0 => None,
+        let (block, bytes) = self.block();
+        if elements.is_multiple_of(block) {
+            Some(elements / block * bytes)
+        } else {
+            None
         }
     }
 }

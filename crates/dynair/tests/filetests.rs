@@ -98,7 +98,7 @@ fn outcome(kind: &str, input: &str) -> String {
                 tokens: 2,
                 outputs: 1,
                 context_len: 10,
-                kv_bytes: 2,
+                kv_block: (1, 2),
             })
         }),
         other => panic!("no test of kind {other}"),

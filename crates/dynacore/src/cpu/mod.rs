@@ -17,13 +17,13 @@ pub mod topology;
 
 use std::sync::{Arc, Mutex};
 
-use dynair::{CacheDecl, DType, Op, Plan, Target, ValueType, WeightDecl};
+use dynair::{CacheDecl, DType, FusedOp, Op, Operand, Plan, Step, Target, ValueType, WeightDecl};
 
 pub use exec::{CpuExecutor, PhaseTime};
 pub use topology::Topology;
 
-use crate::buffer::{Tensor, WeightBytes};
-use crate::device::{Device, DeviceInfo, Executor, WeightUsage};
+use crate::buffer::{Layout, Tensor, WeightBytes};
+use crate::device::{Device, DeviceInfo, Executor, StepNote, WeightUsage};
 use crate::error::{Error, Result};
 use crate::kv::{KvGeometry, KvStorage};
 use crate::self_test::SelfTestResult;
@@ -219,6 +219,35 @@ impl Device for CpuDevice {
             data: Box::new(kv),
             bytes,
         })
+    }
+
+    fn step_note(&self, plan: &Plan, step: &Step, usage: &[WeightUsage]) -> StepNote {
+        let matrix = |operand: &Operand| match operand {
+            Operand::Weight(id) => {
+                let used = usage.get(id.0 as usize)?;
+                let decl = plan.weights.get(id.0 as usize)?;
+                let layout = if used.linear {
+                    pack::layout_in(self.table, decl)
+                } else {
+                    Layout::RowMajor
+                };
+                (used.linear || used.embed).then_some((decl.dtype, layout))
+            }
+            _ => None,
+        };
+        let matrix = step.inputs.iter().find_map(matrix);
+        let name = match (&step.op, matrix) {
+            (Op::Linear | Op::Fused(FusedOp::LinearGroup { .. }), Some((dtype, _))) => {
+                format!("linear.{dtype}")
+            }
+            (Op::Fused(FusedOp::LinearGlu(_)), Some((dtype, _))) => format!("linear_glu.{dtype}"),
+            (Op::Embed, Some((dtype, _))) => format!("embed.{dtype}"),
+            (op, _) => op.name().to_owned(),
+        };
+        StepNote {
+            kernel: format!("{name}@{}", self.table.isa),
+            layout: matrix.map(|(_, layout)| layout),
+        }
     }
 
     fn compile(&self, plan: Plan, weights: Vec<Tensor>, kv: KvStorage) -> Result<Box<dyn Executor>> {

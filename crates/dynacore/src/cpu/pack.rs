@@ -48,7 +48,7 @@ const SLAB_BYTES: usize = 16 << 20;
 /// [`Error::OutOfMemory`].
 pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Result<PackedLinear> {
     let weight = keep(decl, bytes)?;
-    if table.lanes.is_none() || decl.rows == 0 || decl.cols == 0 {
+    if layout_in(table, decl) == Layout::RowMajor {
         return Ok(weight);
     }
     let short = || Error::OutOfMemory {
@@ -101,6 +101,15 @@ pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Resu
         tile_scales,
         ..weight
     })
+}
+
+/// The layout that [`pack`] gives a weight.
+pub(crate) fn layout_in(table: &KernelTable, decl: &WeightDecl) -> Layout {
+    if table.lanes.is_none() || decl.rows == 0 || decl.cols == 0 {
+        Layout::RowMajor
+    } else {
+        Layout::Packed(ROWS16)
+    }
 }
 
 /// A weight in the checkpoint's own form, for tables without packed kernels and for plain lookups.

@@ -370,3 +370,29 @@ fn options_are_honoured_or_refused() {
         assert!(error.contains(word), "expected `{word}` in: {error}");
     }
 }
+
+#[test]
+fn notes_of_steps_name_the_table_and_the_layout_that_loading_gives() {
+    for isa in isas() {
+        let device = device(isa, 1);
+        for case in short() {
+            let plan =
+                dynair::plan(case.graph.clone(), &device, crate::self_test::limits(&case)).expect("it plans");
+            let usage = crate::device::weight_usage(&plan);
+            for step in &plan.steps {
+                let note = device.step_note(&plan, step, &usage);
+                assert!(note.kernel.ends_with(&format!("@{isa}")), "{note}");
+                let matrices = step.inputs.iter().filter_map(|operand| match operand {
+                    Operand::Weight(id) => Some(id.0 as usize),
+                    _ => None,
+                });
+                for id in matrices.filter(|&id| usage[id].linear || usage[id].embed) {
+                    let decl = &plan.weights[id];
+                    let bytes = WeightBytes::Owned(case.tensors.bytes(decl));
+                    let tensor = device.load_weight(decl, &bytes, usage[id]).expect("it loads");
+                    assert_eq!(note.layout, Some(tensor.layout), "{}: {note}", step.label);
+                }
+            }
+        }
+    }
+}

@@ -19,8 +19,8 @@ pub struct StepSize {
     pub outputs: usize,
     /// Tokens each row attends to, itself included, before a window cuts them.
     pub context_len: usize,
-    /// Bytes of the cache that hold one number (2 for f16).
-    pub kv_bytes: usize,
+    /// Numbers in a block of the cache's element type, and bytes of such a block: (1, 2) for f16.
+    pub kv_block: (usize, usize),
 }
 
 impl StepSize {
@@ -30,7 +30,7 @@ impl StepSize {
             tokens: 1,
             outputs: 1,
             context_len,
-            kv_bytes: 2,
+            kv_block: (1, 2),
         }
     }
 }
@@ -161,12 +161,13 @@ impl Step {
             Op::Attention(_) => window.map_or(size.context_len, |w| size.context_len.min(w as usize)),
             _ => size.tokens,
         };
-        (2 * num_kv_heads * head_dim * size.kv_bytes * tokens) as u64
+        let (block, bytes) = size.kv_block;
+        (2 * num_kv_heads * head_dim.div_ceil(block) * bytes * tokens) as u64
     }
 }
 
-/// See [`Plan::to_text`].
-pub(crate) fn to_text(plan: &Plan, size: &StepSize) -> String {
+/// See [`Plan::to_text_with`].
+pub(crate) fn to_text(plan: &Plan, size: &StepSize, note: &dyn Fn(&Step) -> String) -> String {
     let mut out = String::new();
     let l = &plan.limits;
     let mut line = |text: std::fmt::Arguments<'_>| {
@@ -192,13 +193,14 @@ pub(crate) fn to_text(plan: &Plan, size: &StepSize) -> String {
         let inputs: Vec<String> = step.inputs.iter().map(|o| describe(plan, o)).collect();
         let outputs: Vec<String> = step.outputs.iter().map(|o| describe(plan, o)).collect();
         line(format_args!(
-            "{i:4} {} {} -> {}  ; {} ({} bytes, {} flops)",
+            "{i:4} {} {} -> {}  ; {} ({} bytes, {} flops){}",
             crate::text::op_text(&step.op),
             inputs.join(", "),
             outputs.join(", "),
             step.label,
             cost.bytes(),
-            cost.flops
+            cost.flops,
+            note(step)
         ));
     }
     line(format_args!("logits {}", plan.logits));

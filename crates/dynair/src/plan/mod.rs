@@ -124,7 +124,12 @@ impl Plan {
     /// The plan as text: limits and arena, then one line a step with op, operands, label, and the bytes and
     /// operations of a step of `size`.
     pub fn to_text(&self, size: &StepSize) -> String {
-        cost::to_text(self, size)
+        self.to_text_with(size, &|_| String::new())
+    }
+
+    /// As [`Plan::to_text`], with what `note` says of a step at the end of its line.
+    pub fn to_text_with(&self, size: &StepSize, note: &dyn Fn(&Step) -> String) -> String {
+        cost::to_text(self, size, note)
     }
 }
 

@@ -20,7 +20,7 @@ pub(super) struct DoctorArgs {
     /// Also say whether and how this model would run
     #[arg(value_name = "MODEL")]
     name: Option<String>,
-    /// Print the model's plan: every step with its op, shapes, bytes and operations
+    /// Print the model's plan: every step with its op, shapes, bytes, operations, kernel and layout
     #[arg(long, requires = "name")]
     plan: bool,
     /// Skip the kernel self-test
@@ -261,9 +261,13 @@ fn model_report(
         "arena_bytes": plan.arena_bytes, "fits": fits, "steps": plan.steps.len(),
     });
     if args.plan {
-        let listing = plan.to_text(&dynair::plan::StepSize {
-            kv_bytes: if options.kv == dynacore::KvType::F32 { 4 } else { 2 },
+        let size = dynair::plan::StepSize {
+            kv_block: options.kv.block(),
             ..dynair::plan::StepSize::decode(cache.max_context.min(PLAN_CONTEXT))
+        };
+        let usage = dynacore::device::weight_usage(&plan);
+        let listing = plan.to_text_with(&size, &|step| {
+            format!(" {}", device.step_note(&plan, step, &usage))
         });
         json["plan"] = listing.lines().collect::<Vec<_>>().into();
         text.push('\n');

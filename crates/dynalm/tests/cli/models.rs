@@ -160,7 +160,16 @@ fn inspect_reads_and_tells_everything() {
         tensors.iter().all(|t| t["bytes"].as_u64() > Some(0)),
         "sizes are numbers"
     );
-    assert_eq!(json["metadata"]["general.architecture"], "llama");
+    let metadata = &json["metadata"];
+    assert_eq!(metadata["general.architecture"], "llama");
+    // Values are whole and keep their types.
+    assert_eq!(
+        metadata["tokenizer.ggml.tokens"].as_array().map(Vec::len),
+        Some(384)
+    );
+    assert_eq!(metadata["llama.block_count"], 2);
+    let template = metadata["tokenizer.chat_template"].as_str().expect("a text");
+    assert!(template.len() > 100 && !template.ends_with('…'), "{template}");
     let text = home.run(&["inspect", &model, "--tensors", "--metadata"]).ok();
     assert!(
         text.out().contains("token_embd.weight") && text.out().contains("llama.block_count"),
@@ -203,6 +212,12 @@ fn models_lists_the_store_and_the_catalogue() {
     );
 }
 
+/// The kernel table in use.
+fn json_table(home: &Home) -> String {
+    let json = home.run(&["doctor", "--json", "--no-test"]).ok().json();
+    json["cpu"]["table"].as_str().expect("a name").to_owned()
+}
+
 #[test]
 fn doctor_reports_and_prints_every_step_of_a_plan() {
     let home = Home::new();
@@ -228,6 +243,44 @@ fn doctor_reports_and_prints_every_step_of_a_plan() {
         "{steps} steps, {} lines",
         plan.len()
     );
+    let of = |op: &str| {
+        let line = plan
+            .iter()
+            .filter_map(|line| line.as_str())
+            .find(|l| l.contains(op));
+        line.unwrap_or_else(|| panic!("no `{op}` in {plan:#?}"))
+            .to_owned()
+    };
+    let table = json_table(&home);
+    let product = of("kernel linear.Q8_0");
+    let layout = if table == "portable" {
+        "layout row-major"
+    } else {
+        "layout packed-16"
+    };
+    assert!(
+        product.contains(&format!("@{table}")) && product.contains(layout),
+        "{product}"
+    );
+    // The cost follows the cache's type: 34 bytes hold 32 numbers of q8_0.
+    let cache_bytes = |kv: &str| {
+        let json = home
+            .run(&["doctor", &model, "--plan", "--json", "--no-test", "--kv", kv])
+            .ok()
+            .json();
+        let lines = json["model"]["plan"].as_array().expect("lines").clone();
+        let total = lines
+            .last()
+            .and_then(|l| l.as_str())
+            .expect("a last line")
+            .to_owned();
+        let (before, _) = total.split_once(" cache)").expect("the cache's bytes");
+        let bytes = before.rsplit(' ').next().expect("a number");
+        bytes.parse::<u64>().expect("a number")
+    };
+    let f16 = cache_bytes("f16");
+    assert_eq!(cache_bytes("f32"), 2 * f16);
+    assert_eq!(cache_bytes("q8_0") * 64, f16 * 34);
     assert_eq!(json["model"]["fits"], true);
     let text = home.run(&["doctor", &model, "--plan", "--no-test"]).ok();
     for line in plan {
@@ -241,4 +294,18 @@ fn doctor_reports_and_prints_every_step_of_a_plan() {
         "{}",
         named.out()
     );
+}
+
+#[test]
+fn asking_for_a_model_that_is_here_says_what_it_is() {
+    let home = Home::new();
+    let model = home.model();
+    let json = home.run(&["pull", "--check", &model, "--json"]).ok().json();
+    assert_eq!(json["architecture"], "llama");
+    assert_eq!(
+        (&json["path"], &json["fits"]),
+        (&model.as_str().into(), &true.into())
+    );
+    let text = home.run(&["pull", "--check", &model]).ok();
+    assert!(text.stderr.contains("it runs here"), "{text:?}");
 }
