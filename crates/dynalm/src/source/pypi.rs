@@ -229,7 +229,10 @@ fn linked_files(http: &Http, place: &str) -> Result<Vec<Wheel>> {
 /// The files that the page at `url` lists.
 fn index_page(http: &Http, url: &str) -> Result<Vec<Wheel>> {
     let (text, kind) = http.text(url, None, ACCEPT, MAX_PAGE_BYTES)?;
-    parse_page(url, &text, &kind).map_err(|why| Error::Source(format!("{url}: {why}")))
+    let mut files = parse_page(url, &text, &kind).map_err(|why| Error::Source(format!("{url}: {why}")))?;
+    // A server has no say in which files of this machine are read.
+    files.retain(|f| f.url.starts_with("https://") || f.url.starts_with("http://"));
+    Ok(files)
 }
 
 /// The wheel of a piece, from the first place that lists it.

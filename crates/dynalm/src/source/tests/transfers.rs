@@ -376,7 +376,12 @@ fn every_index_and_link_of_pips_configuration_is_asked() {
     site.config.indexes = Vec::new();
     assert_holds(&site.pull(name).unwrap(), &body);
 
+    // A page of a server cannot point at files of this machine.
     remove(name, &site.config).unwrap();
+    let page = format!("<a href=\"file://{}/{file}\">{file}</a>", wheels.path().display());
+    site.server.put("/links/p.html", Resource::of(page.as_bytes()));
+    assert_says(&site.refusal(name), &["no wheel of `p`"]);
+
     site.config.find_links = Vec::new();
     assert_says(&site.refusal(name), &["no-index", "find-links"]);
     site.config.find_links = vec!["/no/such/folder".into()];
