@@ -4,10 +4,10 @@
 //!
 //! Codes become f16 exactly: those of up to five bits by a table look-up (of their type's own table, where it has one),
 //! others by putting them into the fraction of 1024. A multiplication, or a multiply-add where there is a minimum, makes
-//! f16 weights of them, of 11 significant bits. Moving the bits of an f16 three places down and clearing what is not sign, exponent or fraction leaves a bf16 number
-//! 2^112 times smaller ([`SHRUNK`]), cut, not rounded: cutting loses 0.72 / 256 of a value on average (the mean of
-//! `2^-8 / m` for fractions m that are distributed as in any product), which the scales make up for ([`CUT`]), and the
-//! spread is that of rounding.
+//! f16 weights of them, of 11 significant bits. Moving the bits of an f16 three places down and clearing what is not sign,
+//! exponent or fraction leaves a bf16 number 2^112 times smaller ([`SHRUNK`]), cut, not rounded: cutting loses 0.72 / 256
+//! of a value on average (the mean of `2^-8 / m` for fractions m that are distributed as in any product), which the scales
+//! make up for ([`CUT`]), and the spread is that of rounding.
 //!
 //! f16 reaches from 2^-24 to 2^16, so each row group has a power of two ([`group_exponent`]) that brings its largest
 //! factors near the upper end. What is 2^-28 times smaller than that becomes zero.
