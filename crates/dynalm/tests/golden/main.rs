@@ -133,9 +133,8 @@ fn log_sum_exp(row: &[f32]) -> f64 {
     most + row.iter().map(|v| (f64::from(*v) - most).exp()).sum::<f64>().ln()
 }
 
-/// Holds one mode against a golden file. Gives the largest and the root mean square difference.
-fn compare(golden: &Golden, path: &Path, mode: Mode, isa: Isa) -> (f32, f32) {
-    let what = format!("{} {} {mode:?} {}", golden.shape, golden.r#type, isa.name());
+/// The model at `path` in a mode, and how far its logits may be off.
+fn loaded(path: &Path, mode: Mode, isa: Isa) -> (LoadedModel, Tolerance) {
     let options = CpuOptions {
         threads: Some(1),
         mode,
@@ -154,7 +153,14 @@ fn compare(golden: &Golden, path: &Path, mode: Mode, isa: Isa) -> (f32, f32) {
         max_seqs: 1,
         ..LoadOptions::default()
     };
-    let mut model = load::load_sized(path, &device, &options, Some(BLOCKS)).expect("the made model loads");
+    let model = load::load_sized(path, &device, &options, Some(BLOCKS)).expect("the made model loads");
+    (model, tolerance)
+}
+
+/// Holds one mode against a golden file. Gives the largest and the root mean square difference.
+fn compare(golden: &Golden, path: &Path, mode: Mode, isa: Isa) -> (f32, f32) {
+    let what = format!("{} {} {mode:?} {}", golden.shape, golden.r#type, isa.name());
+    let (mut model, tolerance) = loaded(path, mode, isa);
     assert_eq!(
         golden.positions.len(),
         golden.prompt.len(),
