@@ -10,11 +10,15 @@ import argparse, json, os, statistics, subprocess
 
 
 def ours(a):
+    # Replies long enough that all users decode together for a while: prompts are prefilled 256 tokens a step meanwhile.
+    reply = 32 + a.users * a.context // 128
     out = subprocess.run(
-        [a.dynalm, "benchmark", a.model, "--rounds", "1", "--prefill", "512", "--decode", "128", "--users",
-         str(a.users), "--user-context", str(a.context), "--user-decode", "16", "--threads", str(a.threads)],
+        [a.dynalm, "benchmark", a.model, "--rounds", "1", "--prefill", "512", "--decode", "128", "--context", "0",
+         "--users", str(a.users), "--user-context", str(a.context), "--user-decode", str(reply), "--threads",
+         str(a.threads), "--json"],
         check=True, capture_output=True, text=True).stdout
-    return {r["figure"]: r["tokens_per_s"] for r in map(json.loads, out.splitlines())}
+    rounds = [r for r in map(json.loads, out.splitlines()) if r["record"] == "round"]
+    return {r["figure"]: r["steady_tokens_per_s"] or r["tokens_per_s"] for r in rounds}
 
 
 def theirs(a):

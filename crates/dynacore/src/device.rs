@@ -1,11 +1,12 @@
 //! The interface every device implements, and the only one the runtime uses.
 
 use std::fmt;
+use std::sync::Arc;
 
 use dynair::{BatchMeta, CacheDecl, FusedOp, Op, Operand, Plan, Step, Target, WeightDecl};
 
 use crate::buffer::{Layout, Tensor, WeightBytes};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kv::{KvGeometry, KvStorage};
 
 /// What a device is.
@@ -113,6 +114,20 @@ impl Logits {
     }
 }
 
+/// Time of a phase: a part of a plan's step that a device's units do without waiting for each other.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PhaseTime {
+    /// Label of the plan's step.
+    pub label: Arc<str>,
+    /// What the phase does.
+    pub phase: &'static str,
+    /// Work of all units together, nanoseconds.
+    pub work_ns: u64,
+    /// From the end of the stage before to the end of this phase's stage, nanoseconds; 0 for all but the last phase
+    /// of a stage.
+    pub wall_ns: u64,
+}
+
 /// A plan bound to its weights and cache. Steps run in the order submitted.
 pub trait Executor: Send {
     /// Starts a step; returns at once where the device is asynchronous.
@@ -126,6 +141,18 @@ pub trait Executor: Send {
     /// # Errors
     /// If the device failed.
     fn wait(&mut self, ticket: Ticket, logits: &mut Logits) -> Result<()>;
+
+    /// Executes a step as [`Executor::submit`] and [`Executor::wait`] do and gives the time of each phase in place of
+    /// logits; the cache is written as in any step. Steps that are submitted take no times.
+    ///
+    /// # Errors
+    /// As [`Executor::submit`], or if the device cannot take times.
+    fn profile(&mut self, _batch: &BatchMeta) -> Result<Vec<PhaseTime>> {
+        Err(Error::Unsupported {
+            device: "this device".into(),
+            what: "times by phase".into(),
+        })
+    }
 }
 
 /// How the steps of `plan` use each of its weights, by [`dynair::WeightId`].

@@ -30,6 +30,9 @@ pub enum Error {
     /// A name could not be resolved to files, or they could not be fetched.
     #[error("{0}")]
     Source(String),
+    /// Another server cannot be reached, or does not answer as its API says.
+    #[error("{0}")]
+    Remote(String),
     /// An option, configuration key or environment variable cannot be honoured.
     #[error("{0}")]
     Settings(String),

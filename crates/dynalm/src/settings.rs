@@ -11,6 +11,18 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
+/// The command that started this program, word by word, for records that say how they came about.
+pub fn command_line() -> Vec<String> {
+    std::env::args_os()
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect()
+}
+
+/// Operating system and architecture of this build, as Rust names them.
+pub fn platform() -> (&'static str, &'static str) {
+    (std::env::consts::OS, std::env::consts::ARCH)
+}
+
 /// What a setting accepts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {

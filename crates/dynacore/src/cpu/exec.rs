@@ -23,7 +23,7 @@ use super::program::{Linear, Phase, Program, Size, Val};
 use super::storage::CpuKv;
 use super::table::KernelTable;
 use crate::buffer::Tensor;
-use crate::device::{Executor, Logits, Ticket};
+use crate::device::{Executor, Logits, PhaseTime, Ticket};
 use crate::error::{Error, Result};
 use crate::kv::KvGeometry;
 
@@ -52,20 +52,6 @@ pub struct CpuExecutor {
     next_ticket: u64,
     in_flight: Option<(u64, Size)>,
     poisoned: Option<String>,
-}
-
-/// Time of a phase.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PhaseTime {
-    /// Label of the plan's step.
-    pub label: Arc<str>,
-    /// What the phase does.
-    pub phase: &'static str,
-    /// Work of all workers together, nanoseconds.
-    pub work_ns: u64,
-    /// From the end of the stage before to the end of this phase's stage, nanoseconds; 0 for all but the last phase
-    /// of a stage.
-    pub wall_ns: u64,
 }
 
 /// What workers see of the executor.
@@ -206,35 +192,6 @@ impl CpuExecutor {
             in_flight: None,
             poisoned: None,
         })
-    }
-
-    /// Executes a step as [`Executor::submit`] and [`Executor::wait`] do and gives the time of each phase; the cache
-    /// is written as in any step.
-    ///
-    /// # Errors
-    /// As [`Executor::submit`].
-    pub fn profile(&mut self, batch: &BatchMeta) -> Result<Vec<PhaseTime>> {
-        let step = self.step(batch, true)?;
-        let times = step.times.as_ref().expect("the step was executed with times");
-        let (mut all, mut before) = (Vec::new(), 0);
-        for (stage, end) in step.stages.iter().zip(&times.end_ns) {
-            let end = end.load(Relaxed);
-            for i in stage.phases.clone() {
-                let (phase, label) = &self.inner.program.phases[i];
-                all.push(PhaseTime {
-                    label: Arc::clone(label),
-                    phase: phase.name(),
-                    work_ns: times.work_ns[i].load(Relaxed),
-                    wall_ns: if i + 1 == stage.phases.end {
-                        end.saturating_sub(before)
-                    } else {
-                        0
-                    },
-                });
-            }
-            before = end;
-        }
-        Ok(all)
     }
 
     /// Checks everything about `batch` that the workers rely on.
@@ -405,6 +362,30 @@ impl Executor for CpuExecutor {
                 ticket.0
             ))),
         }
+    }
+
+    fn profile(&mut self, batch: &BatchMeta) -> Result<Vec<PhaseTime>> {
+        let step = self.step(batch, true)?;
+        let times = step.times.as_ref().expect("the step was executed with times");
+        let (mut all, mut before) = (Vec::new(), 0);
+        for (stage, end) in step.stages.iter().zip(&times.end_ns) {
+            let end = end.load(Relaxed);
+            for i in stage.phases.clone() {
+                let (phase, label) = &self.inner.program.phases[i];
+                all.push(PhaseTime {
+                    label: Arc::clone(label),
+                    phase: phase.name(),
+                    work_ns: times.work_ns[i].load(Relaxed),
+                    wall_ns: if i + 1 == stage.phases.end {
+                        end.saturating_sub(before)
+                    } else {
+                        0
+                    },
+                });
+            }
+            before = end;
+        }
+        Ok(all)
     }
 }
 

@@ -9,6 +9,7 @@ pub mod isa;
 pub(crate) mod kernels;
 pub mod ops;
 pub mod pack;
+pub mod peak;
 pub(crate) mod pool;
 pub(crate) mod program;
 pub(crate) mod storage;
@@ -19,8 +20,8 @@ use std::sync::{Arc, Mutex};
 
 use dynair::{CacheDecl, DType, FusedOp, Op, Operand, Plan, Step, Target, ValueType, WeightDecl};
 
-pub use exec::{CpuExecutor, PhaseTime};
-pub use topology::Topology;
+pub use exec::CpuExecutor;
+pub use topology::{Topology, peak_resident_bytes};
 
 use crate::buffer::{Layout, Tensor, WeightBytes};
 use crate::device::{Device, DeviceInfo, Executor, StepNote, WeightUsage};

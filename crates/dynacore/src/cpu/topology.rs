@@ -81,6 +81,14 @@ impl Topology {
     }
 }
 
+/// The most memory of this process, or of another one of this machine, that was ever resident at once, bytes; `None`
+/// where the system does not say, as it does on Linux only, or there is no such process.
+pub fn peak_resident_bytes(pid: Option<u32>) -> Option<u64> {
+    let process = pid.map_or_else(|| "self".to_owned(), |pid| pid.to_string());
+    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    meminfo_bytes(&status, "VmHWM:")
+}
+
 fn fallback_cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

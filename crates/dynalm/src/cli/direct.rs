@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use dynacore::cpu::{CpuDevice, CpuOptions, Mode};
-use dynacore::{Executor, KvType, Logits};
+use dynacore::{Executor, KvType, Logits, PhaseTime};
 use dynair::{BatchMeta, BlockId, BlockTables, SeqSpan};
 
 use crate::load::{self, BLOCK_TOKENS, LoadOptions, LoadedModel};
@@ -16,10 +16,6 @@ pub(super) struct Direct {
     max_tokens: usize,
     lengths: Vec<usize>,
     logits: Logits,
-    /// Bytes of weights on the device.
-    pub(super) weight_bytes: usize,
-    /// How long loading took, seconds.
-    pub(super) load_s: f64,
     /// Kernel table and thread count.
     pub(super) device: String,
 }
@@ -81,8 +77,6 @@ impl Direct {
             max_tokens: model.limits.max_tokens,
             lengths: vec![0; options.seqs],
             logits: Logits::default(),
-            weight_bytes: model.weight_bytes,
-            load_s: model.load_s,
             device: name,
         })
     }
@@ -100,6 +94,20 @@ impl Direct {
     /// One step: appends `tokens` to each named sequence (ascending); `all` asks for the logits of every row, else of
     /// the last row of each sequence.
     pub(super) fn step(&mut self, rows: &[(usize, &[u32])], all: bool) -> anyhow::Result<&Logits> {
+        let batch = self.append(rows, all);
+        let ticket = self.executor.submit(&batch)?;
+        self.executor.wait(ticket, &mut self.logits)?;
+        Ok(&self.logits)
+    }
+
+    /// As [`Direct::step`] for one sequence, with the time of each phase in place of logits.
+    pub(super) fn profile(&mut self, seq: usize, tokens: &[u32]) -> anyhow::Result<Vec<PhaseTime>> {
+        let batch = self.append(&[(seq, tokens)], false);
+        Ok(self.executor.profile(&batch)?)
+    }
+
+    /// The batch of one step; the sequences have moved on.
+    fn append(&mut self, rows: &[(usize, &[u32])], all: bool) -> BatchMeta {
         let mut batch = BatchMeta::default();
         let mut tables = BlockTables {
             first: vec![0],
@@ -132,9 +140,7 @@ impl Direct {
             self.lengths[*seq] = length;
         }
         batch.tables = vec![tables; self.groups];
-        let ticket = self.executor.submit(&batch)?;
-        self.executor.wait(ticket, &mut self.logits)?;
-        Ok(&self.logits)
+        batch
     }
 }
 

@@ -54,7 +54,7 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Say what this machine supports, and with MODEL how it would run
     Doctor(doctor::DoctorArgs),
-    /// Measure prefill, decode and several users on this machine
+    /// Measure prefill, decode and several users, here or of a server
     Benchmark(benchmark::BenchmarkArgs),
     /// Compare a model's results with a reference
     Parity(parity::ParityArgs),
@@ -123,7 +123,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Command::Serve(a) => a.flags()?,
         Command::Doctor(a) => a.model.flags()?,
         Command::Inspect(a) => a.flags(),
-        Command::Benchmark(a) => a.flags(),
+        Command::Benchmark(a) => a.flags()?,
         Command::Parity(a) => a.flags(),
         _ => Vec::new(),
     };

@@ -50,6 +50,7 @@ pub(crate) mod lanes;
 
 pub(crate) mod generic;
 pub(crate) mod ops;
+pub(crate) mod peak;
 pub(crate) mod portable;
 pub(crate) mod simd;
 

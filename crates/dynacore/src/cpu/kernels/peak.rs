@@ -1,0 +1,196 @@
+//! What the cores can do at most: loops of nothing but multiply-adds, 16-bit products or loads, per instruction set.
+//!
+//! They compute nothing anybody wants; [`crate::cpu::peak`] times them.
+
+use std::hint::black_box;
+
+use crate::cpu::isa::Isa;
+
+/// Independent accumulators of a loop: more than the latency of an instruction times how many start in a cycle, and few
+/// enough for sixteen registers.
+const CHAINS: usize = 12;
+
+/// Iterations of the arithmetic loops before a call ends.
+pub(crate) const ROUNDS: usize = 1 << 16;
+
+/// The loops of one instruction set.
+pub(crate) struct PeakLoops {
+    /// Multiply-adds of f32, [`ROUNDS`] times `fma_count`.
+    pub(crate) fma: unsafe fn(),
+    /// Multiply-adds in one round of `fma`.
+    pub(crate) fma_count: usize,
+    /// Multiply-adds of 16-bit integers, [`ROUNDS`] times `dot_count`, where the set has them.
+    pub(crate) dot: Option<unsafe fn()>,
+    /// Multiply-adds in one round of `dot`.
+    pub(crate) dot_count: usize,
+    /// Loads every whole line of the slice.
+    pub(crate) read: unsafe fn(&[u8]),
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+fn portable_fma() {
+    // 64 accumulators: the compiler makes vectors of whatever the target has.
+    let (a, b) = (black_box([0.5f32; 64]), black_box([1.0f32; 64]));
+    let mut sums = black_box([0.0f32; 64]);
+    for _ in 0..ROUNDS {
+        for ((s, a), b) in sums.iter_mut().zip(&a).zip(&b) {
+            *s = *s * a + b;
+        }
+    }
+    black_box(sums);
+}
+
+fn portable_read(bytes: &[u8]) {
+    let mut sums = [0u64; LINE / 8];
+    for line in bytes.as_chunks::<LINE>().0 {
+        for (sum, word) in sums.iter_mut().zip(line.as_chunks::<8>().0) {
+            *sum = sum.wrapping_add(u64::from_ne_bytes(*word));
+        }
+    }
+    black_box(sums);
+}
+
+static PORTABLE: PeakLoops = PeakLoops {
+    fma: portable_fma,
+    fma_count: 64,
+    dot: None,
+    dot_count: 0,
+    read: portable_read,
+};
+
+#[cfg(target_arch = "x86_64")]
+mod lanes {
+    use super::{CHAINS, LINE, ROUNDS};
+    use crate::cpu::kernels::lanes::Lanes;
+    use std::hint::black_box;
+
+    /// Bytes ahead of a load that its line is asked for: about what memory's latency takes to arrive.
+    const AHEAD: usize = 2048;
+
+    #[inline(always)]
+    pub(super) fn fma<L: Lanes>(l: L) {
+        let (a, b) = (black_box(l.zero_f()), black_box(l.zero_f()));
+        let mut sums = black_box([l.zero_f(); CHAINS]);
+        for _ in 0..ROUNDS {
+            for sum in &mut sums {
+                *sum = l.fma(*sum, a, b);
+            }
+        }
+        black_box(sums);
+    }
+
+    #[inline(always)]
+    pub(super) fn dot<L: Lanes>(l: L) {
+        let (a, b) = (black_box(l.splat(3)), black_box(l.splat(5)));
+        // Opaque: equal chains would be merged into one.
+        let mut sums = black_box([l.zero(); CHAINS]);
+        for _ in 0..ROUNDS {
+            for sum in &mut sums {
+                *sum = l.dot(*sum, a, b);
+            }
+        }
+        black_box(sums);
+    }
+
+    #[inline(always)]
+    pub(super) fn read<L: Lanes>(l: L, bytes: &[u8]) {
+        let mut sums = [l.zero(); 2];
+        for line in bytes.as_chunks::<LINE>().0 {
+            l.prefetch(line.as_ptr().wrapping_add(AHEAD));
+            for (i, part) in line.chunks_exact(4 * L::WIDTH).enumerate() {
+                // SAFETY: the part has the `4 * WIDTH` bytes of a vector.
+                let words = unsafe { l.load(part.as_ptr()) };
+                sums[i % 2] = l.add(sums[i % 2], words);
+            }
+        }
+        black_box(sums);
+    }
+}
+
+/// The loops compiled for one instruction set.
+#[cfg(target_arch = "x86_64")]
+macro_rules! loops {
+    ($module:ident, $set:path, $features:literal) => {
+        mod $module {
+            use super::{CHAINS, PeakLoops, lanes};
+            use crate::cpu::kernels::lanes::Lanes;
+
+            type Set = $set;
+
+            #[target_feature(enable = $features)]
+            fn fma() {
+                // SAFETY: the features the token stands for are those of this function.
+                lanes::fma(unsafe { Set::new() });
+            }
+
+            #[target_feature(enable = $features)]
+            fn dot() {
+                // SAFETY: as in `fma`.
+                lanes::dot(unsafe { Set::new() });
+            }
+
+            #[target_feature(enable = $features)]
+            fn read(bytes: &[u8]) {
+                // SAFETY: as in `fma`.
+                lanes::read(unsafe { Set::new() }, bytes);
+            }
+
+            pub(super) static LOOPS: PeakLoops = PeakLoops {
+                fma,
+                fma_count: CHAINS * Set::WIDTH,
+                dot: Some(dot),
+                dot_count: CHAINS * 2 * Set::WIDTH,
+                read,
+            };
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+loops!(avx2, crate::cpu::kernels::avx2::Avx2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+loops!(
+    avx512,
+    crate::cpu::kernels::avx512::Avx512,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
+);
+
+impl PeakLoops {
+    /// The loops of an instruction set; `None` if this CPU lacks it.
+    pub(crate) fn of(isa: Isa) -> Option<&'static PeakLoops> {
+        if !isa.available() {
+            return None;
+        }
+        match isa {
+            Isa::Portable => Some(&PORTABLE),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Some(&avx2::LOOPS),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Some(&avx512::LOOPS),
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => None,
+        }
+    }
+
+    /// Runs the loop of f32 multiply-adds once.
+    pub(crate) fn run_fma(&self) {
+        // SAFETY: the loop needs nothing but the instruction set, and `of` gives it only if the CPU has that.
+        unsafe { (self.fma)() }
+    }
+
+    /// Runs the loop of 16-bit products once, if there is one.
+    pub(crate) fn run_dot(&self) {
+        if let Some(dot) = self.dot {
+            // SAFETY: as in `run_fma`.
+            unsafe { dot() }
+        }
+    }
+
+    /// Loads `bytes` once.
+    pub(crate) fn run_read(&self, bytes: &[u8]) {
+        // SAFETY: as in `run_fma`.
+        unsafe { (self.read)(bytes) }
+    }
+}

@@ -1,0 +1,138 @@
+//! How fast this machine reads memory and multiplies, measured now: what a roofline is drawn from.
+//!
+//! Every figure is the best of many short samples with all threads at once, so that it is the machine's and not that
+//! of whatever else runs on it.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use super::isa::Isa;
+use super::kernels::peak::{PeakLoops, ROUNDS};
+use super::topology::Topology;
+use crate::error::{Error, Result};
+
+/// Bytes one thread reads in a sample: long enough to hide the start.
+const SAMPLE_BYTES: usize = 4 << 20;
+/// Samples a thread's memory holds: together more than the caches, so that each comes from memory again.
+const SAMPLES: usize = 16;
+/// How often each figure is sampled.
+const REPEATS: usize = 48;
+/// Most of the free memory that is read from.
+const MEMORY_SHARE: u64 = 4;
+
+/// What the machine can do at most with some threads, per second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Peak {
+    /// Threads.
+    pub threads: usize,
+    /// Bytes of a streaming read from memory.
+    pub read_bytes: f64,
+    /// Additions and multiplications in f32; a multiply-add is two.
+    pub f32_flops: f64,
+    /// Additions and multiplications of 16-bit integers, where the kernels use them.
+    pub i16_ops: Option<f64>,
+}
+
+impl Peak {
+    /// Measures with `threads` threads and the instructions of `isa`; takes about a second.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if this CPU lacks `isa`; [`Error::OutOfMemory`] if there is no memory to read.
+    pub fn measure(isa: Isa, threads: usize) -> Result<Peak> {
+        let loops = PeakLoops::of(isa).ok_or_else(|| Error::Unsupported {
+            device: "cpu".into(),
+            what: format!("the instruction set `{isa}`"),
+        })?;
+        let threads = threads.max(1);
+        let free = Topology::detect().free_bytes() / MEMORY_SHARE;
+        let samples = (free / (threads * SAMPLE_BYTES) as u64).min(SAMPLES as u64) as usize;
+        if samples == 0 {
+            return Err(Error::OutOfMemory {
+                device: "cpu".into(),
+                bytes: threads * SAMPLE_BYTES,
+                what: "measuring how fast memory is read".into(),
+            });
+        }
+        // Ones, not zeros: memory that was never written need not exist.
+        let memory: Vec<Vec<u8>> = (0..threads).map(|_| vec![1; samples * SAMPLE_BYTES]).collect();
+        let read = best(threads, |worker, i| {
+            let at = i % samples * SAMPLE_BYTES;
+            loops.run_read(&memory[worker][at..at + SAMPLE_BYTES]);
+        });
+        drop(memory);
+        let rate = |count: usize, seconds: f64| (2 * threads * ROUNDS * count) as f64 / seconds;
+        let fma = best(threads, |_, _| loops.run_fma());
+        Ok(Peak {
+            threads,
+            read_bytes: (threads * SAMPLE_BYTES) as f64 / read,
+            f32_flops: rate(loops.fma_count, fma),
+            i16_ops: loops
+                .dot
+                .map(|_| rate(loops.dot_count, best(threads, |_, _| loops.run_dot()))),
+        })
+    }
+}
+
+/// The shortest of many runs of `job(worker, run)` on all threads: seconds from a common start to the last end.
+fn best(threads: usize, job: impl Fn(usize, usize) + Sync) -> f64 {
+    (0..REPEATS)
+        .map(|run| together(threads, |worker| job(worker, run)))
+        .fold(f64::INFINITY, f64::min)
+        // A clock that did not move must not become an infinite rate.
+        .max(1e-9)
+}
+
+fn together(threads: usize, job: impl Fn(usize) + Sync) -> f64 {
+    let ready = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|worker| {
+                let (ready, job) = (&ready, &job);
+                scope.spawn(move || {
+                    ready.fetch_add(1, Ordering::SeqCst);
+                    while ready.load(Ordering::SeqCst) < threads {
+                        // More threads than cores must still come to their start.
+                        std::thread::yield_now();
+                    }
+                    let start = Instant::now();
+                    job(worker);
+                    (start, Instant::now())
+                })
+            })
+            .collect();
+        let spans: Vec<(Instant, Instant)> = workers
+            .into_iter()
+            .map(|w| w.join().expect("the loops do not panic"))
+            .collect();
+        let start = spans.iter().map(|s| s.0).min().expect("at least one thread");
+        let end = spans.iter().map(|s| s.1).max().expect("at least one thread");
+        (end - start).as_secs_f64()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_set_of_this_cpu_gives_finite_rates() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            let peak = Peak::measure(isa, 1).expect("the CPU has it");
+            let rates = [peak.read_bytes, peak.f32_flops, peak.i16_ops.unwrap_or(1.0)];
+            assert!(rates.iter().all(|r| r.is_finite() && *r > 0.0), "{isa}: {peak:?}");
+            assert_eq!(peak.i16_ops.is_some(), isa != Isa::Portable);
+        }
+        for isa in Isa::ALL.into_iter().filter(|isa| !isa.available()) {
+            assert!(Peak::measure(isa, 1).is_err());
+        }
+    }
+
+    #[test]
+    fn every_thread_runs_once_a_sample() {
+        let runs = AtomicUsize::new(0);
+        best(3, |_, _| {
+            runs.fetch_add(1, Ordering::SeqCst);
+        });
+        assert_eq!(runs.into_inner(), 3 * REPEATS);
+    }
+}

@@ -1,0 +1,406 @@
+//! `benchmark --roofline`: what each op of the plan moves, computes and takes, beside what the machine can do.
+//!
+//! Bytes and operations are the plan's floors ([`dynair::plan::Cost`]): every operand touched once. Times are those of
+//! the quickest of several steps. Ops of all layers with one name are summed.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Instant;
+
+use dynacore::cpu::isa::Isa;
+use dynacore::cpu::peak::Peak;
+use dynacore::{Device, KvType, PhaseTime};
+use dynair::plan::{Cost, StepSize};
+use dynair::{DType, Operand, Plan, ValueType};
+use serde_json::{Value, json};
+
+use super::drive::Random;
+use super::report::number;
+use crate::cli::direct::{Direct, DirectOptions};
+use crate::cli::{console, session, text};
+use crate::load;
+use crate::settings::Settings;
+
+/// Steps of which the quickest counts, after one that does not.
+const DECODE_STEPS: usize = 16;
+const PREFILL_STEPS: usize = 4;
+
+/// What is to be measured.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RooflineOptions<'a> {
+    /// Contexts at which a token is decoded.
+    pub(super) contexts: &'a [usize],
+    /// Lengths of prompts; what a step does not hold is left out.
+    pub(super) prefill: &'a [usize],
+    pub(super) seed: u64,
+    pub(super) json: bool,
+}
+
+/// An op of all layers together.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Op {
+    steps: usize,
+    cost: Cost,
+    seconds: f64,
+    /// Whether its products are of 16-bit integers.
+    integer: bool,
+}
+
+/// `blk.3.attn_q` → `blk.*.attn_q`.
+fn over_layers(label: &str) -> String {
+    let number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+    label
+        .split('.')
+        .map(|part| if number(part) { "*" } else { part })
+        .collect::<Vec<_>>()
+        .join(".")
+}
+
+/// The time of each phase: that of its stage, divided among the stage's phases by their work.
+fn divide(phases: &[PhaseTime]) -> Vec<(&str, f64)> {
+    let mut all = Vec::with_capacity(phases.len());
+    let mut first = 0;
+    for (i, phase) in phases.iter().enumerate() {
+        // Only the last phase of a stage has its time.
+        if phase.wall_ns == 0 && i + 1 < phases.len() {
+            continue;
+        }
+        let stage = &phases[first..=i];
+        let work: u64 = stage.iter().map(|p| p.work_ns).sum();
+        for (k, p) in stage.iter().enumerate() {
+            let share = match work {
+                0 => f64::from(u8::from(k + 1 == stage.len())),
+                _ => p.work_ns as f64 / work as f64,
+            };
+            all.push((&*p.label, share * phase.wall_ns as f64 * 1e-9));
+        }
+        first = i + 1;
+    }
+    all
+}
+
+/// Ops in the plan's order with what they cost, and the time of each.
+fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], integer: bool) -> Vec<(String, Op)> {
+    let mut order: Vec<String> = Vec::new();
+    let mut found: BTreeMap<String, Op> = BTreeMap::new();
+    let mut entry = |name: String, order: &mut Vec<String>, add: &dyn Fn(&mut Op)| {
+        if !found.contains_key(&name) {
+            order.push(name.clone());
+        }
+        add(found.entry(name).or_default());
+    };
+    for step in &plan.steps {
+        let cost = step.cost(plan, size);
+        let quantised = step.inputs.iter().any(|i| {
+            let ty = matches!(i, Operand::Weight(_))
+                .then(|| plan.operand_type(i))
+                .flatten();
+            matches!(ty, Some(ValueType::Tensor(t)) if matches!(t.dtype, DType::Quant(_)))
+        });
+        entry(over_layers(&step.label), &mut order, &|op| {
+            op.steps += 1;
+            op.cost = op.cost + cost;
+            op.integer |= integer && quantised;
+        });
+    }
+    for (label, seconds) in divide(phases) {
+        entry(over_layers(label), &mut order, &|op| op.seconds += seconds);
+    }
+    order
+        .into_iter()
+        .map(|name| {
+            let op = found.remove(&name).unwrap_or_default();
+            (name, op)
+        })
+        .collect()
+}
+
+/// The quickest of `steps` steps of `tokens` after `context` tokens.
+fn quickest(
+    model: &mut Direct,
+    random: &mut Random,
+    vocab: usize,
+    context: usize,
+    tokens: usize,
+    steps: usize,
+) -> anyhow::Result<(f64, Vec<PhaseTime>)> {
+    let mut ids = |n: usize| (0..n).map(|_| random.below(vocab) as u32).collect::<Vec<_>>();
+    let mut best = (f64::INFINITY, Vec::new());
+    for step in 0..=steps {
+        // Decoding goes on from step to step; a prompt begins anew.
+        if step == 0 || tokens > 1 {
+            model.reset(0);
+            for chunk in ids(context).chunks(model.max_tokens()) {
+                model.step(&[(0, chunk)], false)?;
+            }
+        }
+        let next = ids(tokens);
+        let start = Instant::now();
+        let phases = model.profile(0, &next)?;
+        let seconds = start.elapsed().as_secs_f64();
+        if step > 0 && seconds < best.0 {
+            best = (seconds, phases);
+        }
+    }
+    Ok(best)
+}
+
+/// Measures and prints.
+pub(super) fn run(
+    name: &str,
+    path: &Path,
+    options: &RooflineOptions<'_>,
+    settings: &Settings,
+) -> anyhow::Result<()> {
+    let loading = session::load_options(settings, 1, None)?;
+    let longest = options.contexts.iter().max().map_or(0, |c| c + DECODE_STEPS + 1);
+    let prefill: Vec<usize> = options
+        .prefill
+        .iter()
+        .copied()
+        .filter(|n| {
+            let fits = *n <= loading.batch_tokens;
+            if !fits {
+                console::note(format_args!(
+                    "prefill {n} is more than a step holds (--batch-tokens {}); left out of the roofline",
+                    loading.batch_tokens
+                ));
+            }
+            fits
+        })
+        .collect();
+    let context = longest.max(prefill.iter().copied().max().unwrap_or(0));
+    let device = session::device(settings)?;
+    let info = device.info().clone();
+    let checkpoint = load::open(path)?;
+    let vocab = checkpoint.spec.vocab_size;
+    let plan = load::plan(checkpoint.graph, &device, &loading)?;
+    drop(device);
+    let peak = Peak::measure(Isa::detect(Some(&info.isa))?, info.units)?;
+    let mut model = Direct::open(
+        path,
+        &DirectOptions {
+            mode: session::mode(settings),
+            threads: settings.integer("threads"),
+            kv: loading.kv,
+            seqs: 1,
+            context,
+            batch_tokens: loading.batch_tokens,
+        },
+    )?;
+    header(name, &info, &peak, options.json)?;
+    let mut random = Random::new(options.seed);
+    let integer = peak.i16_ops.is_some();
+    let steps = options.contexts.iter().map(|c| (*c, 1, DECODE_STEPS));
+    for (context, tokens, count) in steps.chain(prefill.iter().map(|n| (0, *n, PREFILL_STEPS))) {
+        let (seconds, phases) = quickest(&mut model, &mut random, vocab, context, tokens, count)?;
+        let size = StepSize {
+            tokens,
+            outputs: 1,
+            // A prompt's rows see half of it on average.
+            context_len: if tokens == 1 {
+                context + 1
+            } else {
+                tokens.div_ceil(2)
+            },
+            kv_bytes: match loading.kv {
+                KvType::F32 => 4,
+                KvType::F16 => 2,
+                KvType::Q8_0 => 1,
+            },
+        };
+        let table = Table {
+            model: name,
+            context,
+            tokens,
+            seconds,
+            ops: ops(&plan, &size, &phases, integer),
+            peak: &peak,
+        };
+        text::out(&if options.json {
+            format!("{}\n", table.json())
+        } else {
+            table.text()
+        })?;
+    }
+    Ok(())
+}
+
+fn header(name: &str, info: &dynacore::DeviceInfo, peak: &Peak, as_json: bool) -> anyhow::Result<()> {
+    let integer = peak.i16_ops.map_or_else(String::new, |ops| {
+        format!(", {} Gop/s in 16-bit integers", number(ops / 1e9))
+    });
+    let line = format!(
+        "{name} on {} ({} × {}): streaming read {} GB/s, {} GFLOP/s in f32{integer}",
+        info.name,
+        info.isa,
+        info.units,
+        number(peak.read_bytes / 1e9),
+        number(peak.f32_flops / 1e9),
+    );
+    if as_json {
+        let record = json!({
+            "record": "peak", "version": env!("CARGO_PKG_VERSION"), "device": info.name, "isa": info.isa,
+            "threads": info.units, "read_bytes_per_s": peak.read_bytes, "f32_flops_per_s": peak.f32_flops,
+            "i16_ops_per_s": peak.i16_ops,
+        });
+        return text::out(&format!("{record}\n"));
+    }
+    text::out(&format!("{line}\n"))
+}
+
+/// One step's table.
+struct Table<'a> {
+    model: &'a str,
+    context: usize,
+    tokens: usize,
+    /// Of the whole step.
+    seconds: f64,
+    ops: Vec<(String, Op)>,
+    peak: &'a Peak,
+}
+
+/// Rates of an op: bytes and operations a second, and the shares of the machine's; `None` where nothing was timed.
+struct Rates {
+    bytes: f64,
+    ops: f64,
+    read_share: f64,
+    peak_share: f64,
+}
+
+impl Table<'_> {
+    fn rates(&self, op: &Op) -> Option<Rates> {
+        if op.seconds <= 0.0 {
+            return None;
+        }
+        let (bytes, ops) = (
+            op.cost.bytes() as f64 / op.seconds,
+            op.cost.flops as f64 / op.seconds,
+        );
+        let most = match self.peak.i16_ops {
+            Some(integer) if op.integer => integer,
+            _ => self.peak.f32_flops,
+        };
+        Some(Rates {
+            bytes,
+            ops,
+            read_share: bytes / self.peak.read_bytes,
+            peak_share: ops / most,
+        })
+    }
+
+    /// All ops, and the whole step.
+    fn rows(&self) -> Vec<(&str, Op)> {
+        let mut total = Op {
+            seconds: self.seconds,
+            integer: self.ops.iter().any(|(_, op)| op.integer),
+            ..Op::default()
+        };
+        for (_, op) in &self.ops {
+            total.steps += op.steps;
+            total.cost = total.cost + op.cost;
+        }
+        let ops = self.ops.iter().map(|(name, op)| (name.as_str(), op.clone()));
+        ops.chain([("whole step", total)]).collect()
+    }
+
+    fn title(&self) -> String {
+        match self.tokens {
+            1 => format!("decode at {}", self.context),
+            n => format!("prefill {n}"),
+        }
+    }
+
+    fn text(&self) -> String {
+        let head = [
+            "op", "×", "MB", "MFLOP", "µs", "time", "GB/s", "of read", "GFLOP/s", "of peak",
+        ];
+        let mut rows = vec![head.map(str::to_owned).to_vec()];
+        let percent = |share: f64| format!("{:.0} %", 100.0 * share);
+        for (name, op) in self.rows() {
+            let rates = self.rates(&op);
+            let cell = |of: &dyn Fn(&Rates) -> String| rates.as_ref().map_or_else(|| "-".to_owned(), of);
+            rows.push(vec![
+                name.to_owned(),
+                op.steps.to_string(),
+                number(op.cost.bytes() as f64 / 1e6),
+                number(op.cost.flops as f64 / 1e6),
+                number(op.seconds * 1e6),
+                percent(op.seconds / self.seconds),
+                cell(&|r| number(r.bytes / 1e9)),
+                cell(&|r| percent(r.read_share)),
+                cell(&|r| number(r.ops / 1e9)),
+                cell(&|r| percent(r.peak_share)),
+            ]);
+        }
+        format!(
+            "\n{}: {} ms, {} tokens/s\n{}",
+            self.title(),
+            number(self.seconds * 1e3),
+            number(self.tokens as f64 / self.seconds),
+            console::table(&rows)
+        )
+    }
+
+    fn json(&self) -> Value {
+        let ops: Vec<Value> = self
+            .rows()
+            .into_iter()
+            .map(|(name, op)| {
+                let rates = self.rates(&op);
+                json!({
+                    "op": name, "steps": op.steps, "weight_bytes": op.cost.weight_bytes,
+                    "activation_bytes": op.cost.activation_bytes, "cache_bytes": op.cost.cache_bytes,
+                    "flops": op.cost.flops, "integer": op.integer, "seconds": op.seconds,
+                    "read_share": rates.as_ref().map(|r| r.read_share),
+                    "peak_share": rates.as_ref().map(|r| r.peak_share),
+                })
+            })
+            .collect();
+        json!({
+            "record": "roofline", "model": self.model, "context": self.context, "tokens": self.tokens,
+            "seconds": self.seconds, "ops": ops,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn phase(label: &str, work_ns: u64, wall_ns: u64) -> PhaseTime {
+        PhaseTime {
+            label: label.into(),
+            phase: "norm",
+            work_ns,
+            wall_ns,
+        }
+    }
+
+    #[test]
+    fn layers_are_summed_and_names_kept() {
+        assert_eq!(over_layers("blk.12.attn_q"), "blk.*.attn_q");
+        assert_eq!(over_layers("output"), "output");
+        assert_eq!(over_layers("blk.1.ffn2.3x"), "blk.*.ffn2.3x");
+    }
+
+    #[test]
+    fn a_stages_time_is_divided_by_work_and_nothing_is_lost() {
+        let phases = [
+            phase("a", 100, 0),
+            phase("b", 300, 1000),
+            phase("c", 50, 200),
+            phase("d", 0, 0),
+        ];
+        let found = divide(&phases);
+        let expected = [("a", 250e-9), ("b", 750e-9), ("c", 200e-9), ("d", 0.0)];
+        assert_eq!(found.len(), expected.len());
+        for ((label, seconds), (name, value)) in found.into_iter().zip(expected) {
+            assert!(
+                label == name && (seconds - value).abs() < 1e-15,
+                "{label}: {seconds}"
+            );
+        }
+        assert_eq!(divide(&[phase("a", 0, 10)]), [("a", 10.0 * 1e-9)]);
+    }
+}
