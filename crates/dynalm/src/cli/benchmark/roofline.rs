@@ -3,7 +3,6 @@
 //! Bytes and operations are the plan's floors ([`dynair::plan::Cost`]): every operand touched once. Times are those of
 //! the quickest of several steps. Ops of all layers with one name are summed.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -39,6 +38,10 @@ pub(super) struct RooflineOptions<'a> {
 /// An op of all layers together.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Op {
+    /// The steps' label without the layer's number.
+    name: String,
+    /// The op's name in the plan.
+    kind: &'static str,
     steps: usize,
     cost: Cost,
     seconds: f64,
@@ -79,40 +82,65 @@ fn divide(phases: &[PhaseTime]) -> Vec<(&str, f64)> {
     all
 }
 
+/// The step of `plan` that each of `labels` (phases in the order they ran) is a part of; `None` for what belongs to none.
+/// Steps may share a label, as the two uses of a tied embedding do, so the order decides.
+fn steps_of<'a>(plan: &[&str], labels: impl Iterator<Item = &'a str>) -> Vec<Option<usize>> {
+    let mut now = 0;
+    labels
+        .map(|label| {
+            let found = plan.iter().skip(now).position(|step| *step == label)?;
+            now += found;
+            Some(now)
+        })
+        .collect()
+}
+
 /// Ops in the plan's order with what they cost, and the time of each.
-fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], integer: bool) -> Vec<(String, Op)> {
-    let mut order: Vec<String> = Vec::new();
-    let mut found: BTreeMap<String, Op> = BTreeMap::new();
-    let mut entry = |name: String, order: &mut Vec<String>, add: &dyn Fn(&mut Op)| {
-        if !found.contains_key(&name) {
-            order.push(name.clone());
-        }
-        add(found.entry(name).or_default());
-    };
+fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], integer: bool) -> Vec<Op> {
+    let mut ops: Vec<Op> = Vec::new();
+    let mut at_step = Vec::new();
     for step in &plan.steps {
-        let cost = step.cost(plan, size);
+        let (name, kind) = (over_layers(&step.label), step.op.name());
+        let at = ops.iter().position(|op| op.name == name && op.kind == kind);
+        let at = at.unwrap_or_else(|| {
+            ops.push(Op {
+                name,
+                kind,
+                ..Op::default()
+            });
+            ops.len() - 1
+        });
+        at_step.push(at);
         let quantised = step.inputs.iter().any(|i| {
             let ty = matches!(i, Operand::Weight(_))
                 .then(|| plan.operand_type(i))
                 .flatten();
             matches!(ty, Some(ValueType::Tensor(t)) if matches!(t.dtype, DType::Quant(_)))
         });
-        entry(over_layers(&step.label), &mut order, &|op| {
-            op.steps += 1;
-            op.cost = op.cost + cost;
-            op.integer |= integer && quantised;
-        });
+        let op = &mut ops[at];
+        op.steps += 1;
+        op.cost = op.cost + step.cost(plan, size);
+        op.integer |= integer && quantised;
     }
-    for (label, seconds) in divide(phases) {
-        entry(over_layers(label), &mut order, &|op| op.seconds += seconds);
+    let labels: Vec<&str> = plan.steps.iter().map(|s| &*s.label).collect();
+    let times = divide(phases);
+    let steps = steps_of(&labels, times.iter().map(|(label, _)| *label));
+    for ((label, seconds), step) in times.into_iter().zip(steps) {
+        match step {
+            Some(step) => ops[at_step[step]].seconds += seconds,
+            None => match ops.iter_mut().find(|op| op.name == label) {
+                Some(op) => op.seconds += seconds,
+                // What the device does for all steps together, as the angles of rotations.
+                None => ops.push(Op {
+                    name: label.to_owned(),
+                    kind: "device",
+                    seconds,
+                    ..Op::default()
+                }),
+            },
+        }
     }
-    order
-        .into_iter()
-        .map(|name| {
-            let op = found.remove(&name).unwrap_or_default();
-            (name, op)
-        })
-        .collect()
+    ops
 }
 
 /// The quickest of `steps` steps of `tokens` after `context` tokens.
@@ -256,7 +284,7 @@ struct Table<'a> {
     tokens: usize,
     /// Of the whole step.
     seconds: f64,
-    ops: Vec<(String, Op)>,
+    ops: Vec<Op>,
     peak: &'a Peak,
 }
 
@@ -290,18 +318,18 @@ impl Table<'_> {
     }
 
     /// All ops, and the whole step.
-    fn rows(&self) -> Vec<(&str, Op)> {
+    fn rows(&self) -> Vec<Op> {
         let mut total = Op {
+            name: "whole step".to_owned(),
             seconds: self.seconds,
-            integer: self.ops.iter().any(|(_, op)| op.integer),
+            integer: self.ops.iter().any(|op| op.integer),
             ..Op::default()
         };
-        for (_, op) in &self.ops {
+        for op in &self.ops {
             total.steps += op.steps;
             total.cost = total.cost + op.cost;
         }
-        let ops = self.ops.iter().map(|(name, op)| (name.as_str(), op.clone()));
-        ops.chain([("whole step", total)]).collect()
+        self.ops.iter().cloned().chain([total]).collect()
     }
 
     fn title(&self) -> String {
@@ -313,15 +341,16 @@ impl Table<'_> {
 
     fn text(&self) -> String {
         let head = [
-            "op", "×", "MB", "MFLOP", "µs", "time", "GB/s", "of read", "GFLOP/s", "of peak",
+            "op", "kind", "×", "MB", "MFLOP", "µs", "time", "GB/s", "of read", "GFLOP/s", "of peak",
         ];
         let mut rows = vec![head.map(str::to_owned).to_vec()];
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
-        for (name, op) in self.rows() {
+        for op in self.rows() {
             let rates = self.rates(&op);
             let cell = |of: &dyn Fn(&Rates) -> String| rates.as_ref().map_or_else(|| "-".to_owned(), of);
             rows.push(vec![
-                name.to_owned(),
+                op.name.clone(),
+                op.kind.to_owned(),
                 op.steps.to_string(),
                 number(op.cost.bytes() as f64 / 1e6),
                 number(op.cost.flops as f64 / 1e6),
@@ -346,10 +375,10 @@ impl Table<'_> {
         let ops: Vec<Value> = self
             .rows()
             .into_iter()
-            .map(|(name, op)| {
+            .map(|op| {
                 let rates = self.rates(&op);
                 json!({
-                    "op": name, "steps": op.steps, "weight_bytes": op.cost.weight_bytes,
+                    "op": op.name, "kind": op.kind, "steps": op.steps, "weight_bytes": op.cost.weight_bytes,
                     "activation_bytes": op.cost.activation_bytes, "cache_bytes": op.cost.cache_bytes,
                     "flops": op.cost.flops, "integer": op.integer, "seconds": op.seconds,
                     "read_share": rates.as_ref().map(|r| r.read_share),
@@ -382,6 +411,14 @@ mod tests {
         assert_eq!(over_layers("blk.12.attn_q"), "blk.*.attn_q");
         assert_eq!(over_layers("output"), "output");
         assert_eq!(over_layers("blk.1.ffn2.3x"), "blk.*.ffn2.3x");
+    }
+
+    #[test]
+    fn equal_labels_are_told_apart_by_their_order() {
+        let plan = ["embd", "norm", "q", "embd"];
+        let phases = ["angles", "embd", "norm", "norm", "embd", "embd"];
+        let expected = [None, Some(0), Some(1), Some(1), Some(3), Some(3)];
+        assert_eq!(steps_of(&plan, phases.into_iter()), expected);
     }
 
     #[test]
