@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::isa::Isa;
-use super::kernels::peak::{PeakLoops, ROUNDS};
+use super::kernels::peak::{PeakLoops, ROUNDS, TILE_ROUNDS};
 use super::topology::Topology;
 use crate::error::{Error, Result};
 
@@ -31,6 +31,8 @@ pub struct Peak {
     pub f32_flops: f64,
     /// Additions and multiplications of 16-bit integers, where the kernels use them.
     pub i16_ops: Option<f64>,
+    /// Additions and multiplications of tiles of bf16, where the kernels use them.
+    pub bf16_ops: Option<f64>,
 }
 
 impl Peak {
@@ -60,15 +62,17 @@ impl Peak {
             loops.run_read(&memory[worker][at..at + SAMPLE_BYTES]);
         });
         drop(memory);
-        let rate = |count: usize, seconds: f64| (2 * threads * ROUNDS * count) as f64 / seconds;
+        let rate =
+            |rounds: usize, count: usize, seconds: f64| (2 * threads * rounds * count) as f64 / seconds;
         let fma = best(threads, |_, _| loops.run_fma());
+        let dot = loops.dot.map(|_| best(threads, |_, _| loops.run_dot()));
+        let tile = loops.tile.map(|_| best(threads, |_, _| loops.run_tile()));
         Ok(Peak {
             threads,
             read_bytes: (threads * SAMPLE_BYTES) as f64 / read,
-            f32_flops: rate(loops.fma_count, fma),
-            i16_ops: loops
-                .dot
-                .map(|_| rate(loops.dot_count, best(threads, |_, _| loops.run_dot()))),
+            f32_flops: rate(ROUNDS, loops.fma_count, fma),
+            i16_ops: dot.map(|seconds| rate(ROUNDS, loops.dot_count, seconds)),
+            bf16_ops: tile.map(|seconds| rate(TILE_ROUNDS, loops.tile_count, seconds)),
         })
     }
 }
@@ -118,9 +122,15 @@ mod tests {
     fn every_set_of_this_cpu_gives_finite_rates() {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
             let peak = Peak::measure(isa, 1).expect("the CPU has it");
-            let rates = [peak.read_bytes, peak.f32_flops, peak.i16_ops.unwrap_or(1.0)];
+            let rates = [
+                peak.read_bytes,
+                peak.f32_flops,
+                peak.i16_ops.unwrap_or(1.0),
+                peak.bf16_ops.unwrap_or(1.0),
+            ];
             assert!(rates.iter().all(|r| r.is_finite() && *r > 0.0), "{isa}: {peak:?}");
             assert_eq!(peak.i16_ops.is_some(), isa != Isa::Portable);
+            assert_eq!(peak.bf16_ops.is_some(), isa == Isa::Amx);
         }
         for isa in Isa::ALL.into_iter().filter(|isa| !isa.available()) {
             assert!(Peak::measure(isa, 1).is_err());

@@ -13,7 +13,11 @@ const CHAINS: usize = 12;
 /// Iterations of the arithmetic loops before a call ends.
 pub(crate) const ROUNDS: usize = 1 << 16;
 
+/// Iterations of the loop of tiles before a call ends: each is many instructions.
+pub(crate) const TILE_ROUNDS: usize = 1 << 9;
+
 /// The loops of one instruction set.
+#[derive(Clone, Copy)]
 pub(crate) struct PeakLoops {
     /// Multiply-adds of f32, [`ROUNDS`] times `fma_count`.
     pub(crate) fma: unsafe fn(),
@@ -23,6 +27,10 @@ pub(crate) struct PeakLoops {
     pub(crate) dot: Option<unsafe fn()>,
     /// Multiply-adds in one round of `dot`.
     pub(crate) dot_count: usize,
+    /// Multiply-adds of bf16 tiles, [`TILE_ROUNDS`] times `tile_count`, where the set has them.
+    pub(crate) tile: Option<unsafe fn()>,
+    /// Multiply-adds in one round of `tile`.
+    pub(crate) tile_count: usize,
     /// Loads every whole line of the slice.
     pub(crate) read: unsafe fn(&[u8]),
 }
@@ -52,11 +60,13 @@ fn portable_read(bytes: &[u8]) {
     black_box(sums);
 }
 
-static PORTABLE: PeakLoops = PeakLoops {
+const PORTABLE: PeakLoops = PeakLoops {
     fma: portable_fma,
     fma_count: 64,
     dot: None,
     dot_count: 0,
+    tile: None,
+    tile_count: 0,
     read: portable_read,
 };
 
@@ -137,11 +147,13 @@ macro_rules! loops {
                 lanes::read(unsafe { Set::new() }, bytes);
             }
 
-            pub(super) static LOOPS: PeakLoops = PeakLoops {
+            pub(super) const LOOPS: PeakLoops = PeakLoops {
                 fma,
                 fma_count: CHAINS * Set::WIDTH,
                 dot: Some(dot),
                 dot_count: CHAINS * 2 * Set::WIDTH,
+                tile: None,
+                tile_count: 0,
                 read,
             };
         }
@@ -157,20 +169,39 @@ loops!(
     "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
 );
 
+#[cfg(target_arch = "x86_64")]
+mod amx {
+    use super::{PeakLoops, TILE_ROUNDS, avx512};
+    use crate::cpu::kernels::amx::{PEAK_ROUND, peak};
+
+    unsafe fn tile() {
+        // SAFETY: the caller promises the instruction set, which is there only where tiles are permitted.
+        unsafe { peak(TILE_ROUNDS) }
+    }
+
+    pub(super) const LOOPS: PeakLoops = PeakLoops {
+        tile: Some(tile),
+        tile_count: PEAK_ROUND,
+        ..avx512::LOOPS
+    };
+}
+
 impl PeakLoops {
     /// The loops of an instruction set; `None` if this CPU lacks it.
-    pub(crate) fn of(isa: Isa) -> Option<&'static PeakLoops> {
+    pub(crate) fn of(isa: Isa) -> Option<PeakLoops> {
         if !isa.available() {
             return None;
         }
         match isa {
-            Isa::Portable => Some(&PORTABLE),
+            Isa::Portable => Some(PORTABLE),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Some(&avx2::LOOPS),
+            Isa::Avx2 => Some(avx2::LOOPS),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Some(&avx512::LOOPS),
+            Isa::Avx512 => Some(avx512::LOOPS),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => Some(amx::LOOPS),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => None,
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => None,
         }
     }
 
@@ -185,6 +216,14 @@ impl PeakLoops {
         if let Some(dot) = self.dot {
             // SAFETY: as in `run_fma`.
             unsafe { dot() }
+        }
+    }
+
+    /// Runs the loop of tiles once, if there is one.
+    pub(crate) fn run_tile(&self) {
+        if let Some(tile) = self.tile {
+            // SAFETY: as in `run_fma`.
+            unsafe { tile() }
         }
     }
 

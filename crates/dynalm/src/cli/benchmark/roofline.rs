@@ -6,11 +6,14 @@
 use std::path::Path;
 use std::time::Instant;
 
+use dynacore::cpu::Mode;
 use dynacore::cpu::isa::Isa;
+use dynacore::cpu::ops::linear;
 use dynacore::cpu::peak::Peak;
+use dynacore::cpu::table::KernelTable;
 use dynacore::{Device, KvType, PhaseTime};
 use dynair::plan::{Cost, StepSize};
-use dynair::{DType, Operand, Plan, ValueType};
+use dynair::{DType, FusedOp, Operand, Plan, Step, ValueType};
 use serde_json::{Value, json};
 
 use super::drive::Random;
@@ -35,6 +38,76 @@ pub(super) struct RooflineOptions<'a> {
     pub(super) json: bool,
 }
 
+/// What the multiply-adds of an op are made of, and so which peak they are held against.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Arithmetic {
+    #[default]
+    F32,
+    /// 16-bit integers: quantised weights.
+    I16,
+    /// Tiles of bf16: many rows.
+    Bf16,
+}
+
+impl Arithmetic {
+    fn name(self) -> &'static str {
+        match self {
+            Arithmetic::F32 => "f32",
+            Arithmetic::I16 => "i16",
+            Arithmetic::Bf16 => "bf16",
+        }
+    }
+
+    /// What the machine does of it in a second.
+    fn peak(self, peak: &Peak) -> f64 {
+        match self {
+            Arithmetic::F32 => None,
+            Arithmetic::I16 => peak.i16_ops,
+            Arithmetic::Bf16 => peak.bf16_ops,
+        }
+        .unwrap_or(peak.f32_flops)
+    }
+}
+
+/// The kernels a step meets.
+#[derive(Debug, Clone, Copy)]
+struct Kernels {
+    table: &'static KernelTable,
+    mode: Mode,
+    /// Whether quantised weights meet 16-bit integers.
+    integer: bool,
+}
+
+impl Kernels {
+    /// The arithmetic of a step of `plan` at `size`.
+    fn arithmetic(&self, plan: &Plan, step: &Step, size: &StepSize) -> Arithmetic {
+        let tensor = |o: &Operand| match plan.operand_type(o) {
+            Some(ValueType::Tensor(t)) => Some(t),
+            _ => None,
+        };
+        let is_product = matches!(
+            step.op,
+            dynair::Op::Linear | dynair::Op::Fused(FusedOp::LinearGroup { .. } | FusedOp::LinearGlu(_))
+        );
+        let weight = step.inputs.iter().find(|o| matches!(o, Operand::Weight(_)));
+        let (Some(x), Some(weight), true) = (
+            step.inputs.first().and_then(tensor),
+            weight.and_then(tensor),
+            is_product,
+        ) else {
+            return Arithmetic::F32;
+        };
+        let rows = x.shape.rows().bind(size.tokens, size.outputs);
+        if self.mode == Mode::Auto && linear::tiles(self.table, rows, x.shape.row_elements()) {
+            return Arithmetic::Bf16;
+        }
+        if self.integer && matches!(weight.dtype, DType::Quant(_)) {
+            return Arithmetic::I16;
+        }
+        Arithmetic::F32
+    }
+}
+
 /// An op of all layers together.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Op {
@@ -45,8 +118,8 @@ struct Op {
     steps: usize,
     cost: Cost,
     seconds: f64,
-    /// Whether its products are of 16-bit integers.
-    integer: bool,
+    /// What its multiply-adds are made of.
+    arithmetic: Arithmetic,
 }
 
 /// `blk.3.attn_q` → `blk.*.attn_q`.
@@ -96,7 +169,7 @@ fn steps_of<'a>(plan: &[&str], labels: impl Iterator<Item = &'a str>) -> Vec<Opt
 }
 
 /// Ops in the plan's order with what they cost, and the time of each.
-fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], integer: bool) -> Vec<Op> {
+fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], kernels: Kernels) -> Vec<Op> {
     let mut ops: Vec<Op> = Vec::new();
     let mut at_step = Vec::new();
     for step in &plan.steps {
@@ -111,16 +184,10 @@ fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], integer: bool) -> Vec
             ops.len() - 1
         });
         at_step.push(at);
-        let quantised = step.inputs.iter().any(|i| {
-            let ty = matches!(i, Operand::Weight(_))
-                .then(|| plan.operand_type(i))
-                .flatten();
-            matches!(ty, Some(ValueType::Tensor(t)) if matches!(t.dtype, DType::Quant(_)))
-        });
         let op = &mut ops[at];
         op.steps += 1;
         op.cost = op.cost + step.cost(plan, size);
-        op.integer |= integer && quantised;
+        op.arithmetic = kernels.arithmetic(plan, step, size);
     }
     let labels: Vec<&str> = plan.steps.iter().map(|s| &*s.label).collect();
     let times = divide(phases);
@@ -204,7 +271,8 @@ pub(super) fn run(
     let vocab = checkpoint.spec.vocab_size;
     let plan = load::plan(checkpoint.graph, &device, &loading)?;
     drop(device);
-    let peak = Peak::measure(Isa::detect(Some(&info.isa))?, info.units)?;
+    let isa = Isa::detect(Some(&info.isa))?;
+    let peak = Peak::measure(isa, info.units)?;
     let mut model = Direct::open(
         path,
         &DirectOptions {
@@ -218,7 +286,11 @@ pub(super) fn run(
     )?;
     header(name, &info, &peak, options.json)?;
     let mut random = Random::new(options.seed);
-    let integer = peak.i16_ops.is_some();
+    let kernels = Kernels {
+        table: KernelTable::of(isa)?,
+        mode: session::mode(settings),
+        integer: peak.i16_ops.is_some(),
+    };
     let steps = options.contexts.iter().map(|c| (*c, 1, DECODE_STEPS));
     for (context, tokens, count) in steps.chain(prefill.iter().map(|n| (0, *n, PREFILL_STEPS))) {
         let (seconds, phases) = quickest(&mut model, &mut random, vocab, context, tokens, count)?;
@@ -242,7 +314,7 @@ pub(super) fn run(
             context,
             tokens,
             seconds,
-            ops: ops(&plan, &size, &phases, integer),
+            ops: ops(&plan, &size, &phases, kernels),
             peak: &peak,
         };
         text::out(&if options.json {
@@ -255,11 +327,13 @@ pub(super) fn run(
 }
 
 fn header(name: &str, info: &dynacore::DeviceInfo, peak: &Peak, as_json: bool) -> anyhow::Result<()> {
-    let integer = peak.i16_ops.map_or_else(String::new, |ops| {
-        format!(", {} Gop/s in 16-bit integers", number(ops / 1e9))
-    });
+    let more = [("16-bit integers", peak.i16_ops), ("bf16 tiles", peak.bf16_ops)];
+    let more: String = more
+        .into_iter()
+        .filter_map(|(what, ops)| Some(format!(", {} Gop/s in {what}", number(ops? / 1e9))))
+        .collect();
     let line = format!(
-        "{name} on {} ({} × {}): streaming read {} GB/s, {} GFLOP/s in f32{integer}",
+        "{name} on {} ({} × {}): streaming read {} GB/s, {} GFLOP/s in f32{more}",
         info.name,
         info.isa,
         info.units,
@@ -270,7 +344,7 @@ fn header(name: &str, info: &dynacore::DeviceInfo, peak: &Peak, as_json: bool) -
         let record = json!({
             "record": "peak", "version": env!("CARGO_PKG_VERSION"), "device": info.name, "isa": info.isa,
             "threads": info.units, "read_bytes_per_s": peak.read_bytes, "f32_flops_per_s": peak.f32_flops,
-            "i16_ops_per_s": peak.i16_ops,
+            "i16_ops_per_s": peak.i16_ops, "bf16_ops_per_s": peak.bf16_ops,
         });
         return text::out(&format!("{record}\n"));
     }
@@ -305,15 +379,11 @@ impl Table<'_> {
             op.cost.bytes() as f64 / op.seconds,
             op.cost.flops as f64 / op.seconds,
         );
-        let most = match self.peak.i16_ops {
-            Some(integer) if op.integer => integer,
-            _ => self.peak.f32_flops,
-        };
         Some(Rates {
             bytes,
             ops,
             read_share: bytes / self.peak.read_bytes,
-            peak_share: ops / most,
+            peak_share: ops / op.arithmetic.peak(self.peak),
         })
     }
 
@@ -322,7 +392,12 @@ impl Table<'_> {
         let mut total = Op {
             name: "whole step".to_owned(),
             seconds: self.seconds,
-            integer: self.ops.iter().any(|op| op.integer),
+            // Of the op with the most.
+            arithmetic: self
+                .ops
+                .iter()
+                .max_by_key(|op| op.cost.flops)
+                .map_or(Arithmetic::F32, |op| op.arithmetic),
             ..Op::default()
         };
         for op in &self.ops {
@@ -380,7 +455,7 @@ impl Table<'_> {
                 json!({
                     "op": op.name, "kind": op.kind, "steps": op.steps, "weight_bytes": op.cost.weight_bytes,
                     "activation_bytes": op.cost.activation_bytes, "cache_bytes": op.cost.cache_bytes,
-                    "flops": op.cost.flops, "integer": op.integer, "seconds": op.seconds,
+                    "flops": op.cost.flops, "arithmetic": op.arithmetic.name(), "seconds": op.seconds,
                     "read_share": rates.as_ref().map(|r| r.read_share),
                     "peak_share": rates.as_ref().map(|r| r.peak_share),
                 })

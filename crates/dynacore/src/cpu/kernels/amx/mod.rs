@@ -340,6 +340,37 @@ unsafe fn two_by_two(x: [*const u8; 2], panel: *const u8, count: usize, sum: *mu
     }
 }
 
+/// Multiply-adds of one round of [`peak`].
+pub(crate) const PEAK_ROUND: usize = 4 * SHORT * TILE_ROWS * ROWS * GROUP;
+
+/// Products of tiles that stay in the nearest cache, [`PEAK_ROUND`] multiply-adds a round: what tiles can do at most.
+///
+/// # Safety
+/// The CPU has the table's instruction set and [`permitted`] was true.
+pub(crate) unsafe fn peak(rounds: usize) {
+    let lines = TILE / size_of::<Line>();
+    let zero = Line([0; 64]);
+    let (x, panel) = (vec![zero; 2 * SHORT * lines], vec![zero; 2 * SHORT * lines]);
+    let mut sums = vec![zero; 4 * lines];
+    let x: *const u8 = x.as_ptr().cast();
+    // SAFETY: the caller promises the permission; `x` holds `SHORT` tiles at both places, `panel` twice as many, `sums`
+    // two of each row group, `2 * TILE` apart; nothing else uses tiles before they are released.
+    unsafe {
+        configure();
+        let x = [x, x.add(SHORT * TILE)];
+        for _ in 0..rounds {
+            two_by_two(
+                x,
+                panel.as_ptr().cast(),
+                SHORT,
+                sums.as_mut_ptr().cast(),
+                2 * TILE,
+            );
+        }
+        asm!("tilerelease", options(nomem, nostack, preserves_flags));
+    }
+}
+
 /// As [`two_by_two`] for 16 rows of x.
 ///
 /// # Safety
