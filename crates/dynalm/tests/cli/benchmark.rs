@@ -289,7 +289,17 @@ fn what_cannot_be_measured_is_refused_by_name() {
         2,
         &["context window is 32"],
     );
-    // What concerns a server needs one.
+}
+
+#[test]
+fn what_concerns_a_server_needs_one_and_the_rest_a_model() {
+    let home = Home::new();
+    let model = home.model();
+    let refuse = |more: &[&str], code: i32, parts: &[&str]| {
+        let mut list = vec!["benchmark"];
+        list.extend(more);
+        home.run(&list).refused(code, parts);
+    };
     for flag in [
         &["--api-key", "k"][..],
         &["--model-name", "m"],
