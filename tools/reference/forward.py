@@ -20,6 +20,11 @@ def gelu_tanh(x):
     return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def softmax(x):
+    p = np.exp(x - x.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
 def rope(x, theta, divisors, interleaved):
     """x [T, N, D]: rotates pairs (2i, 2i + 1) if interleaved, else (i, i + D / 2), by position * frequency i."""
     tokens, _, dim = x.shape
@@ -35,6 +40,9 @@ def rope(x, theta, divisors, interleaved):
     return out
 
 
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3moe", "granite", "granitemoe")
+
+
 class Model:
     """The decoded weights and the parameters of one file."""
 
@@ -43,7 +51,7 @@ class Model:
         self.fields = {k: f.contents() for k, f in reader.fields.items()}
         self.weights = {t.name: dequantize(t.data, t.tensor_type).astype(np.float64) for t in reader.tensors}
         self.arch = self.fields["general.architecture"]
-        if self.arch not in ("llama", "qwen2", "qwen3", "gemma2", "gemma3"):
+        if self.arch not in FAMILIES:
             raise SystemExit(f"{path}: no forward pass for architecture {self.arch}")
         self.gemma = self.arch.startswith("gemma")
         self.eps = self.key("attention.layer_norm_rms_epsilon")
@@ -51,6 +59,8 @@ class Model:
         self.heads = self.key("attention.head_count")
         self.kv_heads = self.key("attention.head_count_kv")
         self.used = set()
+        # The least distance of a router's last chosen logit from the next, over all rows and layers so far.
+        self.margin = None
 
     def key(self, name, default=None):
         value = self.fields.get(f"{self.arch}.{name}", default)
@@ -86,9 +96,10 @@ class Model:
             theta = 10000.0
         elif self.fields.get(f"{self.arch}.rope.scaling.type") == "linear":
             divisors = divisors * self.key("rope.scaling.factor")
-        q, k = (rope(y, theta, divisors, self.arch == "llama") for y in (q, k))
+        interleaved = self.arch in ("llama", "granite", "granitemoe")
+        q, k = (rope(y, theta, divisors, interleaved) for y in (q, k))
         k, v = (np.repeat(y, self.heads // self.kv_heads, axis=1) for y in (k, v))
-        scores = np.einsum("qnd,knd->nqk", q, k) / np.sqrt(dim)
+        scores = np.einsum("qnd,knd->nqk", q, k) * self.key("attention.scale", 1.0 / np.sqrt(dim))
         cap = self.key("attn_logit_softcapping", 0.0)
         if cap:
             scores = cap * np.tanh(scores / cap)
@@ -96,10 +107,37 @@ class Model:
         seen = distance >= 0
         if self.local(layer):
             seen &= distance < self.key("attention.sliding_window")
-        scores = np.where(seen, scores, -np.inf)
-        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        p /= p.sum(axis=-1, keepdims=True)
+        p = softmax(np.where(seen, scores, -np.inf))
         return self.linear(np.einsum("nqk,knd->qnd", p, v).reshape(tokens, -1), block + "attn_output")
+
+    def experts(self, x, block):
+        """Each row [H] goes through the experts its router likes best."""
+        scores, used = self.linear(x, block + "ffn_gate_inp"), self.key("expert_used_count")
+        order = np.argsort(-scores, axis=-1, kind="stable")
+        if used < scores.shape[-1]:
+            last, following = (np.take_along_axis(scores, order[:, i : i + 1], axis=-1) for i in (used - 1, used))
+            margin = float((last - following).min())
+            self.margin = margin if self.margin is None else min(margin, self.margin)
+        chosen = order[:, :used]
+        if self.arch == "granitemoe":
+            share = softmax(np.take_along_axis(scores, chosen, axis=-1))
+        else:
+            share = np.take_along_axis(softmax(scores), chosen, axis=-1)
+            share /= share.sum(axis=-1, keepdims=True)
+        gate, up, down = (self.weight(f"{block}ffn_{part}_exps.weight") for part in ("gate", "up", "down"))
+        out = np.zeros_like(x)
+        for expert in range(scores.shape[-1]):
+            rows, places = np.nonzero(chosen == expert)
+            h = silu(x[rows] @ gate[expert].T) * (x[rows] @ up[expert].T)
+            out[rows] += share[rows, places, None] * (h @ down[expert].T)
+        return out
+
+    def feed_forward(self, x, block):
+        if self.key("expert_count", 0):
+            return self.experts(x, block)
+        activation = gelu_tanh if self.gemma else silu
+        x = activation(self.linear(x, block + "ffn_gate")) * self.linear(x, block + "ffn_up")
+        return self.linear(x, block + "ffn_down")
 
     def logits(self, tokens):
         """[T, vocabulary]: what follows each of the tokens."""
@@ -107,18 +145,18 @@ class Model:
         x = embedding[np.asarray(tokens)]
         if self.gemma:
             x = x * np.sqrt(x.shape[-1])
-        activation = gelu_tanh if self.gemma else silu
+        x = x * self.key("embedding_scale", 1.0)
+        residual = self.key("residual_scale", 1.0)
         for layer in range(self.layers):
             block = f"blk.{layer}."
             norm = lambda y, name: rms_norm(y, self.weight(f"{block}{name}.weight"), self.eps)
             y = self.attention(norm(x, "attn_norm"), layer)
-            x = x + (norm(y, "post_attention_norm") if self.gemma else y)
-            y = norm(x, "ffn_norm")
-            y = activation(self.linear(y, block + "ffn_gate")) * self.linear(y, block + "ffn_up")
-            y = self.linear(y, block + "ffn_down")
-            x = x + (norm(y, "post_ffw_norm") if self.gemma else y)
+            x = x + residual * (norm(y, "post_attention_norm") if self.gemma else y)
+            y = self.feed_forward(norm(x, "ffn_norm"), block)
+            x = x + residual * (norm(y, "post_ffw_norm") if self.gemma else y)
         x = rms_norm(x, self.weight("output_norm.weight"), self.eps)
         logits = x @ (self.weight("output.weight") if "output.weight" in self.weights else embedding).T
+        logits = logits / self.key("logit_scale", 1.0)
         cap = self.key("final_logit_softcapping", 0.0)
         if cap:
             logits = cap * np.tanh(logits / cap)

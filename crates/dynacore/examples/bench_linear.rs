@@ -111,6 +111,7 @@ fn matrices(table: &KernelTable, dtype: DType, cols: usize) -> Vec<PackedLinear>
         first_row: 0,
         rows: ROWS,
         cols,
+        experts: 1,
     };
     let mut seconds = f64::INFINITY;
     let weights: Vec<_> = (0..PASS_BYTES.div_ceil(bytes))

@@ -25,6 +25,7 @@ fn shape(name: &str) -> Option<Decoder> {
         head_dtype: DType::Quant(QuantType::Q4_1),
         window: None,
         softcap: None,
+        experts: None,
     };
     let q4_k = DType::Quant(QuantType::Q4K);
     match name {
@@ -52,6 +53,18 @@ fn shape(name: &str) -> Option<Decoder> {
             vocab_size: 151_936,
             dtype: q4_k,
             head_dtype: DType::Quant(QuantType::Q6K),
+            ..smollm2
+        }),
+        "granite-moe-1b" => Some(Decoder {
+            layers: 24,
+            hidden_size: 1024,
+            num_heads: 16,
+            num_kv_heads: 8,
+            ffn_size: 512,
+            vocab_size: 49_155,
+            dtype: q4_k,
+            head_dtype: DType::Quant(QuantType::Q6K),
+            experts: Some((32, 8)),
             ..smollm2
         }),
         _ => None,

@@ -165,7 +165,7 @@ pub fn weight_usage(plan: &Plan) -> Vec<WeightUsage> {
             match &step.op {
                 Op::Embed => use_of.embed = true,
                 Op::Linear if i == 1 => use_of.linear = true,
-                Op::Fused(FusedOp::LinearGlu(_)) => use_of.linear = true,
+                Op::Fused(FusedOp::LinearGlu(_)) | Op::ExpertGlu(_) | Op::ExpertDown => use_of.linear = true,
                 Op::Fused(FusedOp::LinearGroup { bias }) => {
                     // Members in order: a weight, then its bias if it has one.
                     let mut at = 1;

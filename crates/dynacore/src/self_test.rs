@@ -23,7 +23,11 @@ use crate::kv::{KvGeometry, KvType};
 
 /// Weights of a case, by name.
 #[derive(Debug, Clone, Default)]
-pub struct Tensors(BTreeMap<String, Stored>);
+pub struct Tensors {
+    all: BTreeMap<String, Stored>,
+    /// How many matrices those tensors stack that are no single one.
+    stacked: BTreeMap<String, usize>,
+}
 
 /// Type, rows, columns and bytes of a tensor.
 type Stored = (DType, usize, usize, Arc<[u8]>);
@@ -39,7 +43,8 @@ impl Tensors {
         for row in values.chunks_exact(cols) {
             quant::encode_row(dtype, row, &mut bytes).expect("a case's rows are whole blocks");
         }
-        self.0.insert(name.to_owned(), (dtype, rows, cols, bytes.into()));
+        self.all
+            .insert(name.to_owned(), (dtype, rows, cols, bytes.into()));
     }
 
     /// Adds `[rows, cols]` made of `values`, whole rows, over and over.
@@ -53,7 +58,13 @@ impl Tensors {
         }
         let row_bytes = encoded.len() / (values.len() / cols);
         let bytes: Vec<u8> = encoded.iter().copied().cycle().take(rows * row_bytes).collect();
-        self.0.insert(name.to_owned(), (dtype, rows, cols, bytes.into()));
+        self.all
+            .insert(name.to_owned(), (dtype, rows, cols, bytes.into()));
+    }
+
+    /// Says that a tensor stacks the matrices of so many experts.
+    pub fn stack(&mut self, name: &str, experts: usize) {
+        self.stacked.insert(name.to_owned(), experts);
     }
 
     /// The bytes of rows of a tensor.
@@ -61,7 +72,7 @@ impl Tensors {
     /// # Panics
     /// If the case has no such tensor.
     pub fn bytes(&self, decl: &WeightDecl) -> Arc<[u8]> {
-        let (_, rows, _, bytes) = &self.0[&decl.name];
+        let (_, rows, _, bytes) = &self.all[&decl.name];
         let row = bytes.len() / rows;
         bytes[decl.first_row * row..(decl.first_row + decl.rows) * row].into()
     }
@@ -69,9 +80,13 @@ impl Tensors {
 
 impl TensorIndex for Tensors {
     fn find(&self, name: &str) -> Option<(DType, usize, usize)> {
-        self.0
+        self.all
             .get(name)
             .map(|(dtype, rows, cols, _)| (*dtype, *rows, *cols))
+    }
+
+    fn experts(&self, name: &str) -> usize {
+        self.stacked.get(name).copied().unwrap_or(1)
     }
 }
 
@@ -171,12 +186,7 @@ pub fn limits(case: &Case) -> Limits {
 pub fn truth(case: &Case) -> Result<Vec<f32>> {
     let weights = |decl: &WeightDecl| -> dynair::Result<Arc<Array>> {
         let values = quant::decode(decl.dtype, &case.tensors.bytes(decl), decl.rows * decl.cols)?;
-        let dims = if decl.rows == 1 {
-            vec![decl.cols]
-        } else {
-            vec![decl.rows, decl.cols]
-        };
-        Ok(Arc::new(Array::new(&dims, values)))
+        Ok(Arc::new(Array::new(&decl.dims(), values)))
     };
     let mut caches = Caches::new(
         &case.graph.caches,
@@ -275,7 +285,7 @@ pub fn short_tiles() -> Vec<Case> {
 
 /// What `doctor` runs: one case of every op, in well under a second.
 pub fn short() -> Vec<Case> {
-    use cases::{Values, attention, elementwise, linear, norm, rope};
+    use cases::{Experts, Values, attention, elementwise, experts, linear, norm, rope};
     let mut all = elementwise(3, 67, Values::Mixed);
     all.push(norm(3, 576, Values::Mixed));
     all.push(rope(dynair::RopeStyle::Half, 64, 64));
@@ -283,6 +293,14 @@ pub fn short() -> Vec<Case> {
     for dtype in DType::WEIGHTS {
         all.push(linear(dtype, 3, 256, 48, Values::Normal));
     }
+    all.push(experts(&Experts::default()));
+    all.push(experts(&Experts {
+        dtype: DType::F16,
+        n: 1,
+        hidden: 40,
+        inner: 24,
+        ..Experts::default()
+    }));
     for kind in [KvType::F16, KvType::F32, KvType::Q8_0] {
         all.push(attention(&cases::Attention {
             kind,

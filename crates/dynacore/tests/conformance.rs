@@ -92,6 +92,11 @@ fn linear_from_tiles() {
 }
 
 #[test]
+fn experts() {
+    check(&op_cases::expert_cases());
+}
+
+#[test]
 fn attention() {
     check(&op_cases::attention_cases());
 }

@@ -80,6 +80,7 @@ fn packed(table: &KernelTable, dtype: DType, rows: usize, cols: usize, bytes: &[
         first_row: 0,
         rows,
         cols,
+        experts: 1,
     };
     pack(table, &decl, &WeightBytes::Owned(Arc::from(bytes))).expect("the bytes fit the declaration")
 }
@@ -471,6 +472,7 @@ fn bytes_that_do_not_fit_the_declaration_are_refused() {
             first_row: 0,
             rows: 3,
             cols: 256,
+            experts: 1,
         };
         let error = pack(table, &decl, &WeightBytes::Owned(Arc::from(vec![0; 100]))).expect_err("too short");
         assert_eq!(

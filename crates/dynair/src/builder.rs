@@ -15,8 +15,8 @@ use std::ops::Range;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{CacheDecl, CacheId, Graph, Node, ValueId, WeightDecl, WeightId};
-use crate::infer::{MAX_ELEMENTS, output_types, weight_type};
-use crate::op::{Activation, AttnSpec, Op, RopeSpec};
+use crate::infer::{MAX_ELEMENTS, MAX_EXPERTS, output_types, weight_type};
+use crate::op::{Activation, AttnSpec, Op, RopeSpec, RouterSpec};
 use crate::ty::{Dim, Shape, ValueType};
 use crate::verify;
 
@@ -27,6 +27,12 @@ pub const ROPE_FREQS: &str = "rope_freqs.weight";
 pub trait TensorIndex {
     /// Type, rows and columns of a tensor; a vector has one row. `None` if there is no such tensor.
     fn find(&self, name: &str) -> Option<(DType, usize, usize)>;
+
+    /// Matrices stacked in the tensor, of `rows / experts` rows each: 1 for vectors and matrices.
+    fn experts(&self, name: &str) -> usize {
+        let _ = name;
+        1
+    }
 }
 
 /// Makes a graph, node by node. See the module's docs.
@@ -73,20 +79,28 @@ impl<'a> GraphBuilder<'a> {
 
     /// Appends a node with one output.
     fn push(&mut self, op: Op, inputs: &[ValueId], label: &str) -> Result<ValueId> {
+        let [value] = self.push_all(op, inputs, label)?;
+        Ok(value)
+    }
+
+    /// Appends a node with N outputs, which is what its op has.
+    fn push_all<const N: usize>(&mut self, op: Op, inputs: &[ValueId], label: &str) -> Result<[ValueId; N]> {
         let types: Vec<ValueType> = inputs.iter().map(|v| self.value_type(*v)).collect();
         let outs = output_types(&op, &types, &self.graph.weights, &self.graph.caches)
             .map_err(|e| verify::located(e, label))?;
-        assert_eq!(outs.len(), 1, "every op of the builder has one output");
-        let value = ValueId(self.graph.values.len() as u32);
-        self.graph.values.push(outs[0]);
-        self.producer.push(self.graph.nodes.len());
+        assert_eq!(outs.len(), N, "an op has as many outputs as the builder takes");
+        let values = std::array::from_fn(|i| ValueId((self.graph.values.len() + i) as u32));
+        for out in outs {
+            self.graph.values.push(out);
+            self.producer.push(self.graph.nodes.len());
+        }
         self.graph.nodes.push(Node {
             op,
             inputs: inputs.to_vec(),
-            outputs: vec![value],
+            outputs: values.to_vec(),
             label: label.to_string(),
         });
-        Ok(value)
+        Ok(values)
     }
 
     /// Tensor `name`, whole. Interned: asking twice gives the same value. `name` is the full checkpoint name.
@@ -114,12 +128,18 @@ impl<'a> GraphBuilder<'a> {
                 format_args!("rows of whole {dtype} blocks"),
             ));
         }
+        let experts = self.tensors.experts(name);
+        if !(1..=MAX_EXPERTS).contains(&experts) || !rows.is_multiple_of(experts) {
+            let expected = format!("1 to {MAX_EXPERTS} stacked matrices, found {experts}");
+            return Err(shape_error(name, found, expected));
+        }
         Ok(found)
     }
 
     fn weight_part(&mut self, name: &str, rows: Range<usize>) -> Result<ValueId> {
         let (dtype, have, cols) = self.find(name)?;
-        if rows.start >= rows.end || rows.end > have {
+        let experts = self.tensors.experts(name);
+        if rows.start >= rows.end || rows.end > have || (experts > 1 && rows.len() < have) {
             return Err(shape_error(
                 name,
                 (dtype, have, cols),
@@ -137,6 +157,7 @@ impl<'a> GraphBuilder<'a> {
             first_row: rows.start,
             rows: rows.len(),
             cols,
+            experts,
         });
         let value = self.push(Op::Weight(id), &[], name)?;
         self.weights.insert(key, value);
@@ -386,6 +407,67 @@ impl<'a> GraphBuilder<'a> {
         self.push(Op::Glu(act), &[gate, up], label)
     }
 
+    /// A layer's mixture of experts: `prefix.ffn_gate_inp` gives each row of `x [n, H]` the experts it uses, and the
+    /// stacked weights `prefix.ffn_gate_exps`, `ffn_up_exps` and `ffn_down_exps` their gated feed-forward networks of
+    /// inner size `intermediate_size`: `[n, H]`.
+    ///
+    /// # Errors
+    /// If a weight is missing or has a wrong shape.
+    pub fn moe(
+        &mut self,
+        x: ValueId,
+        prefix: &str,
+        spec: RouterSpec,
+        act: Activation,
+        intermediate_size: usize,
+    ) -> Result<ValueId> {
+        let hidden = self.cols(x);
+        let logits = self.linear_to(x, &format!("{prefix}.ffn_gate_inp"), spec.experts)?;
+        let [ids, weights] = self.push_all(Op::Route(spec), &[logits], &format!("{prefix}.ffn_route"))?;
+        let mut stacked = |part: &str, rows: usize, cols: usize| {
+            self.stacked(&format!("{prefix}.{part}.weight"), spec.experts, rows, cols)
+        };
+        let gate = stacked("ffn_gate_exps", intermediate_size, hidden)?;
+        let up = stacked("ffn_up_exps", intermediate_size, hidden)?;
+        let down = stacked("ffn_down_exps", hidden, intermediate_size)?;
+        let h = self.push(
+            Op::ExpertGlu(act),
+            &[x, ids, gate, up],
+            &format!("{prefix}.ffn_glu_exps"),
+        )?;
+        self.push(
+            Op::ExpertDown,
+            &[h, ids, weights, down],
+            &format!("{prefix}.ffn_down_exps"),
+        )
+    }
+
+    /// Stacked matrices of exactly this shape.
+    fn stacked(&mut self, name: &str, experts: usize, rows: usize, cols: usize) -> Result<ValueId> {
+        let (dtype, have, have_cols) = self.find(name)?;
+        let found = WeightDecl {
+            name: String::new(),
+            dtype,
+            first_row: 0,
+            rows: have,
+            cols: have_cols,
+            experts: self.tensors.experts(name),
+        };
+        let expected = if experts == 1 {
+            vec![rows, cols]
+        } else {
+            vec![experts, rows, cols]
+        };
+        if found.dims() != expected {
+            return Err(Error::TensorShape {
+                name: name.to_string(),
+                found: weight_type(&found).to_string(),
+                expected: format!("{expected:?}"),
+            });
+        }
+        self.weight(name)
+    }
+
     /// The graph whose result is `logits [R, V]`.
     ///
     /// # Errors
@@ -419,6 +501,7 @@ fn shape_error(name: &str, found: (DType, usize, usize), expected: impl std::fmt
         first_row: 0,
         rows,
         cols,
+        experts: 1,
     };
     Error::TensorShape {
         name: name.to_string(),

@@ -29,10 +29,23 @@ pub struct WeightDecl {
     pub dtype: DType,
     /// First row of the tensor this weight takes; 0 unless the tensor holds several merged weights.
     pub first_row: usize,
-    /// Rows; 1 for vectors.
+    /// Rows, of all stacked matrices together; 1 for vectors.
     pub rows: usize,
     /// Columns: the length of a vector, the input size K of a matrix.
     pub cols: usize,
+    /// Matrices of `rows / experts` rows that are stacked in the tensor; 1 for vectors and matrices.
+    pub experts: usize,
+}
+
+impl WeightDecl {
+    /// Dimensions, row-major: `[cols]`, `[rows, cols]` or `[experts, rows of one, cols]`.
+    pub fn dims(&self) -> Vec<usize> {
+        match (self.experts, self.rows) {
+            (0 | 1, 1) => vec![self.cols],
+            (0 | 1, rows) => vec![rows, self.cols],
+            (experts, rows) => vec![experts, rows / experts, self.cols],
+        }
+    }
 }
 
 /// State a layer keeps from step to step.

@@ -6,23 +6,22 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{CacheDecl, CacheId, WeightDecl};
-use crate::op::{AttnSpec, FusedOp, Op, RopeScaling, RopeSpec};
+use crate::op::{AttnSpec, FusedOp, Op, RopeScaling, RopeSpec, RouterSpec};
 use crate::ty::{Dim, Shape, TensorType, ValueType};
 
 /// Most elements a fixed part of a shape may have: keeps every byte count far from overflow, whatever a text or a
 /// checkpoint claims.
 pub const MAX_ELEMENTS: usize = 1 << 40;
 
-/// The type of a weight: `[cols]` if it has one row, `[rows, cols]` otherwise.
+/// Most experts of a layer: far above any model, and small enough for lists by expert.
+pub const MAX_EXPERTS: usize = 1 << 14;
+
+/// The type of a weight, with the dimensions of [`WeightDecl::dims`].
 pub fn weight_type(decl: &WeightDecl) -> TensorType {
-    let shape = if decl.rows == 1 {
-        Shape::new(&[Dim::Fixed(decl.cols)])
-    } else {
-        Shape::new(&[Dim::Fixed(decl.rows), Dim::Fixed(decl.cols)])
-    };
+    let dims: Vec<Dim> = decl.dims().into_iter().map(Dim::Fixed).collect();
     TensorType {
         dtype: decl.dtype,
-        shape,
+        shape: Shape::new(&dims),
     }
 }
 
@@ -63,15 +62,7 @@ pub fn output_types(
             Ok(vec![ValueType::Cache(*id)])
         }
         Op::Embed => rule.embed(),
-        Op::Linear => {
-            rule.arity(2..=3)?;
-            let x = rule.rows_of(0)?;
-            let m = rule.linear_weight(1, x)?;
-            if inputs.len() == 3 {
-                rule.vector(2, m)?;
-            }
-            tensor(TensorType::f32(&[x.rows(), Dim::Fixed(m)]))
-        }
+        Op::Linear => rule.linear(),
         Op::Add | Op::Mul | Op::Glu(_) => {
             rule.arity(2..=2)?;
             tensor(rule.same(0, 1)?)
@@ -115,6 +106,9 @@ pub fn output_types(
             Ok(vec![ValueType::Cache(rule.kv_write()?.0)])
         }
         Op::Attention(spec) => rule.attention(spec),
+        Op::Route(spec) => rule.route(spec),
+        Op::ExpertGlu(_) => rule.expert_glu(),
+        Op::ExpertDown => rule.expert_down(),
         Op::Fused(fused) => rule.fused(fused),
     }
 }
@@ -239,6 +233,17 @@ impl Rule<'_> {
         }
     }
 
+    fn linear(&self) -> Result<Vec<ValueType>> {
+        self.arity(2..=3)?;
+        let x = self.rows_of(0)?;
+        let m = self.linear_weight(1, x)?;
+        if self.inputs.len() == 3 {
+            self.vector(2, m)?;
+        }
+        let out = TensorType::f32(&[x.rows(), Dim::Fixed(m)]);
+        Ok(vec![ValueType::Tensor(out)])
+    }
+
     fn embed(&self) -> Result<Vec<ValueType>> {
         self.arity(2..=2)?;
         let w = self.tensor(0)?;
@@ -361,6 +366,92 @@ impl Rule<'_> {
         }
         self.batch(2)?;
         Ok(vec![ValueType::Tensor(q)])
+    }
+
+    fn route(&self, spec: &RouterSpec) -> Result<Vec<ValueType>> {
+        self.arity(1..=1)?;
+        let logits = self.rows_of(0)?;
+        if !(1..=MAX_EXPERTS).contains(&spec.experts) || logits.cols() != spec.experts {
+            return Err(self.bad(
+                "experts",
+                spec.experts,
+                format_args!("1 to {MAX_EXPERTS} and the {} columns of input 0", logits.cols()),
+            ));
+        }
+        if !(1..=spec.experts).contains(&spec.experts_used) {
+            return Err(self.bad(
+                "experts_used",
+                spec.experts_used,
+                format_args!("1 to {} experts", spec.experts),
+            ));
+        }
+        let dims = [logits.rows(), Dim::Fixed(spec.experts_used)];
+        let ids = TensorType {
+            dtype: DType::I32,
+            shape: Shape::new(&dims),
+        };
+        Ok(vec![
+            ValueType::Tensor(ids),
+            ValueType::Tensor(TensorType::f32(&dims)),
+        ])
+    }
+
+    /// Input `i` as the experts that `rows` rows use; gives how many each row uses.
+    fn expert_ids(&self, i: usize, rows: Dim) -> Result<usize> {
+        let t = self.tensor(i)?;
+        match t.shape.dims() {
+            [n, Dim::Fixed(used)] if t.dtype == DType::I32 && *n == rows => Ok(*used),
+            _ => Err(self.bad(format_args!("input {i}"), t, format_args!("I32[{rows}, U]"))),
+        }
+    }
+
+    /// Input `i` as stacked matrices of `cols` columns; gives their number and the rows of one.
+    fn expert_weight(&self, i: usize, cols: usize) -> Result<(usize, usize)> {
+        let t = self.tensor(i)?;
+        let found = match t.shape.dims() {
+            [Dim::Fixed(e), Dim::Fixed(m), Dim::Fixed(c)] if *c == cols => Some((*e, *m)),
+            [Dim::Fixed(m), Dim::Fixed(c)] if *c == cols => Some((1, *m)),
+            _ => None,
+        };
+        found.filter(|_| t.dtype != DType::I32).ok_or_else(|| {
+            self.bad(
+                format_args!("input {i}"),
+                t,
+                format_args!("a weight [E, M, {cols}]"),
+            )
+        })
+    }
+
+    fn expert_glu(&self) -> Result<Vec<ValueType>> {
+        self.arity(4..=4)?;
+        let x = self.rows_of(0)?;
+        let used = self.expert_ids(1, x.rows())?;
+        let (experts, f) = self.expert_weight(2, x.cols())?;
+        if self.expert_weight(3, x.cols())? != (experts, f) {
+            return Err(self.bad("input 3", self.tensor(3)?, self.tensor(2)?.shape));
+        }
+        let dims = [x.rows(), Dim::Fixed(used), Dim::Fixed(f)];
+        Ok(vec![ValueType::Tensor(TensorType::f32(&dims))])
+    }
+
+    fn expert_down(&self) -> Result<Vec<ValueType>> {
+        self.arity(4..=4)?;
+        let h = self.activation(0)?;
+        let [rows, Dim::Fixed(used), Dim::Fixed(f)] = *h.shape.dims() else {
+            return Err(self.bad("input 0", h, "F32[n, U, F]"));
+        };
+        if self.expert_ids(1, rows)? != used {
+            return Err(self.bad("input 1", self.tensor(1)?, format_args!("I32[{rows}, {used}]")));
+        }
+        let weights = TensorType::f32(&[rows, Dim::Fixed(used)]);
+        if self.activation(2)? != weights {
+            return Err(self.bad("input 2", self.tensor(2)?, weights));
+        }
+        let (_, hidden) = self.expert_weight(3, f)?;
+        Ok(vec![ValueType::Tensor(TensorType::f32(&[
+            rows,
+            Dim::Fixed(hidden),
+        ]))])
     }
 
     fn fused(&self, fused: &FusedOp) -> Result<Vec<ValueType>> {

@@ -34,6 +34,8 @@ pub use builder::{GraphBuilder, TensorIndex};
 pub use dtype::{DType, QuantType};
 pub use error::{Error, Result};
 pub use graph::{CacheDecl, CacheId, Graph, Node, NodeId, ValueId, WeightDecl, WeightId};
-pub use op::{Activation, AttnSpec, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle};
+pub use op::{
+    Activation, AttnSpec, ExpertWeights, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle, RouterSpec,
+};
 pub use plan::{Limits, Operand, Plan, Step, Target, plan};
 pub use ty::{Dim, Shape, TensorType, ValueType};

@@ -1,7 +1,7 @@
 //! The ops, their parameters, and how many inputs and outputs each has.
 //!
 //! Shapes in the variants' docs are row-major; `T` tokens, `R` output rows, `H` hidden size, `N` query heads, `G` key
-//! and value heads, `D` head size, `V` vocabulary. All activations are f32. What each op computes is defined in
+//! and value heads, `D` head size, `V` vocabulary, `E` experts, `U` experts used per row, `F` an expert's inner size. All activations are f32. What each op computes is defined in
 //! [`crate::eval`].
 
 use crate::graph::{CacheId, WeightId};
@@ -87,6 +87,26 @@ pub struct AttnSpec {
     pub softcap: Option<f32>,
 }
 
+/// How the experts a row uses are weighted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ExpertWeights {
+    /// Softmax over the chosen logits: the same as a softmax over all of them, divided by its sum over the chosen.
+    SoftmaxUsed,
+    /// Softmax over all logits; the shares of the chosen are taken as they are and sum to less than one.
+    SoftmaxAll,
+}
+
+/// Choice of experts from a router's logits (Shazeer et al. 2017, arXiv:1701.06538).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RouterSpec {
+    /// Experts E.
+    pub experts: usize,
+    /// Experts used per row U.
+    pub experts_used: usize,
+    /// How their outputs are weighted.
+    pub weights: ExpertWeights,
+}
+
 /// An op of the graph. `x: A → B` in a variant's doc gives inputs and outputs in order.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Op {
@@ -132,6 +152,16 @@ pub enum Op {
     KvWrite,
     /// q `[T, N, D]`, cache, batch → `[T, N, D]`. Reads a version made by `KvWrite`.
     Attention(AttnSpec),
+
+    /// logits `[n, E]` → ids `I32[n, U]`, weights `[n, U]`: the U largest logits of each row, largest first, and of equal
+    /// ones the lower number first. NaN is below everything.
+    Route(RouterSpec),
+    /// x `[n, H]`, ids `[n, U]`, gate and up weights `[E, F, H]` → `[n, U, F]`: act(x·gateᵀ)·(x·upᵀ) with the matrices
+    /// of each expert the row uses. Ids are made by `Route`.
+    ExpertGlu(Activation),
+    /// h `[n, U, F]`, ids `[n, U]`, weights `[n, U]`, down weight `[E, H, F]` → `[n, H]`: the weighted sum of each used
+    /// expert's h·downᵀ.
+    ExpertDown,
 
     /// Made by [`crate::fuse`] alone.
     Fused(FusedOp),
@@ -181,6 +211,9 @@ impl Op {
             Op::TakeOutputs => "take_outputs",
             Op::KvWrite => "kv_write",
             Op::Attention(_) => "attention",
+            Op::Route(_) => "route",
+            Op::ExpertGlu(_) => "expert_glu",
+            Op::ExpertDown => "expert_down",
             Op::Fused(FusedOp::LinearGroup { .. }) => "linear_group",
             Op::Fused(FusedOp::LinearGlu(_)) => "linear_glu",
             Op::Fused(FusedOp::AddRmsNorm { .. }) => "add_rms_norm",

@@ -8,7 +8,9 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::eval::{Array, Caches, Weights};
 use crate::graph::{CacheDecl, Graph, ValueId, WeightDecl};
-use crate::op::{Activation, AttnSpec, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle};
+use crate::op::{
+    Activation, AttnSpec, ExpertWeights, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle, RouterSpec,
+};
 use crate::plan::{Limits, Target};
 use crate::ty::ValueType;
 
@@ -44,6 +46,7 @@ pub(crate) struct Small {
     pub(crate) window: Option<u32>,
     pub(crate) softcap: Option<f32>,
     pub(crate) merged: bool,
+    pub(crate) experts: bool,
 }
 
 pub(crate) const PLAIN: Small = Small {
@@ -54,6 +57,7 @@ pub(crate) const PLAIN: Small = Small {
     window: None,
     softcap: None,
     merged: false,
+    experts: false,
 };
 
 const HIDDEN: usize = 24;
@@ -62,6 +66,8 @@ const VOCAB: usize = 50;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 8;
+const EXPERTS: usize = 5;
+const EXPERTS_USED: usize = 2;
 
 impl TensorIndex for Small {
     fn find(&self, name: &str) -> Option<(DType, usize, usize)> {
@@ -81,12 +87,23 @@ impl TensorIndex for Small {
             "ffn_gate.bias" if self.bias => (1, FFN),
             "attn_q_norm.weight" | "attn_k_norm.weight" if self.qk_norm => (1, HEAD_DIM),
             "attn_output.weight" => (HIDDEN, HEADS * HEAD_DIM),
-            "ffn_gate.weight" | "ffn_up.weight" => (FFN, HIDDEN),
-            "ffn_down.weight" => (HIDDEN, FFN),
+            "ffn_gate.weight" | "ffn_up.weight" if !self.experts => (FFN, HIDDEN),
+            "ffn_down.weight" if !self.experts => (HIDDEN, FFN),
+            "ffn_gate_inp.weight" if self.experts => (EXPERTS, HIDDEN),
+            "ffn_gate_exps.weight" | "ffn_up_exps.weight" if self.experts => (EXPERTS * FFN, HIDDEN),
+            "ffn_down_exps.weight" if self.experts => (EXPERTS * HIDDEN, FFN),
             "rope_freqs.weight" if self.freqs => (1, HEAD_DIM / 2),
             _ => return None,
         };
         Some((DType::F32, rows, cols))
+    }
+
+    fn experts(&self, name: &str) -> usize {
+        if name.ends_with("_exps.weight") {
+            EXPERTS
+        } else {
+            1
+        }
     }
 }
 
@@ -160,6 +177,20 @@ impl Small {
         }
         let x = b.add(x, o, &format!("{p}.attn_residual"))?;
         let h = b.rms_norm(x, &format!("{p}.ffn_norm"), 1e-5)?;
+        if self.experts {
+            let weights = if last {
+                ExpertWeights::SoftmaxAll
+            } else {
+                ExpertWeights::SoftmaxUsed
+            };
+            let spec = RouterSpec {
+                experts: EXPERTS,
+                experts_used: EXPERTS_USED,
+                weights,
+            };
+            let d = b.moe(h, &p, spec, Activation::Silu, FFN)?;
+            return b.add(x, d, &format!("{p}.ffn_residual"));
+        }
         let gate = b.linear(h, &format!("{p}.ffn_gate"))?;
         let up = b.linear(h, &format!("{p}.ffn_up"))?;
         let h = b.glu(gate, up, Activation::Silu, &format!("{p}.ffn_glu"))?;
@@ -221,11 +252,7 @@ pub(crate) fn random_weights() -> Box<Weights<'static>> {
                     .map(|_| rng.float().abs().max(0.05) * if rng.next() >> 63 == 0 { 0.4 } else { -0.4 }),
             );
         }
-        let dims = if decl.rows == 1 {
-            vec![decl.cols]
-        } else {
-            vec![decl.rows, decl.cols]
-        };
+        let dims = decl.dims();
         if decl.name == "rope_freqs.weight" {
             data.iter_mut().for_each(|x| *x = x.abs() + 0.5);
         }

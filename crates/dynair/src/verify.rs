@@ -1,11 +1,11 @@
 //! Every invariant of a [`Graph`], a [`Plan`] and a [`BatchMeta`], each with a name that the error carries.
 //!
 //! A graph: `weight-decl`, `cache-decl`, `cache-group`, `value-range`, `single-assignment`, `defined`, `order`,
-//! `output-count`, `output-type`, `cache-source`, `cache-version`, `attention-reads-written`, `logits`. That only
+//! `output-count`, `output-type`, `expert-ids`, `cache-source`, `cache-version`, `attention-reads-written`, `logits`. That only
 //! dimension 0 is symbolic is a rule of [`Shape`](crate::Shape) itself.
 //!
 //! A plan: `limits`, `no-source-step`, `operand-type`, `arena-bounds`, `arena-alignment`, `arena-overlap`,
-//! `arena-defined`, `cache-version`, `attention-reads-written`, `logits`.
+//! `arena-defined`, `expert-ids`, `cache-version`, `attention-reads-written`, `logits`.
 //!
 //! A batch: `batch-*`; see [`batch`].
 
@@ -16,7 +16,7 @@ use crate::batch::BatchMeta;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{CacheDecl, CacheId, Graph, Node, ValueId, WeightDecl};
-use crate::infer::{MAX_ELEMENTS, output_types, weight_type};
+use crate::infer::{MAX_ELEMENTS, MAX_EXPERTS, output_types, weight_type};
 use crate::op::{FusedOp, Op};
 use crate::plan::{Limits, Operand, Plan, Step};
 use crate::ty::{Dim, Shape, TensorType, ValueType};
@@ -98,6 +98,16 @@ fn declarations(what: &'static str, weights: &[WeightDecl], caches: &[CacheDecl]
             let detail = format!(
                 "{} columns are no whole number of {} weight blocks",
                 w.cols, w.dtype
+            );
+            return Err(broken(what, "weight-decl", at, detail));
+        }
+        if !(1..=MAX_EXPERTS).contains(&w.experts)
+            || !w.rows.is_multiple_of(w.experts)
+            || (w.experts > 1 && w.first_row > 0)
+        {
+            let detail = format!(
+                "{} stacked matrices in {} rows from {}",
+                w.experts, w.rows, w.first_row
             );
             return Err(broken(what, "weight-decl", at, detail));
         }
@@ -185,6 +195,14 @@ impl GraphCheck<'_> {
             let detail = format!("{} outputs, expected {}", node.outputs.len(), want.len());
             return Err(broken("graph", "output-count", at(), detail));
         }
+        if let Some(have) = experts_of(&node.op, &types) {
+            let maker = self.defined[node.inputs[1].0 as usize].map(|i| &self.graph.nodes[i].op);
+            let routed = match maker {
+                Some(Op::Route(spec)) => Some(spec.experts),
+                _ => None,
+            };
+            same_experts("graph", &at(), routed, have)?;
+        }
         for (v, ty) in node.outputs.iter().zip(want) {
             if self.defined[v.0 as usize].replace(i).is_some() {
                 let detail = format!("%{} is made twice", v.0);
@@ -211,6 +229,29 @@ impl GraphCheck<'_> {
             self.cache_sources.push(id);
         }
         Ok(())
+    }
+}
+
+/// How many experts the weights of an op of experts stack, by the types of its inputs.
+fn experts_of(op: &Op, inputs: &[ValueType]) -> Option<usize> {
+    if !matches!(op, Op::ExpertGlu(_) | Op::ExpertDown) {
+        return None;
+    }
+    match inputs.last() {
+        Some(ValueType::Tensor(t)) if t.shape.rank() == 3 => Some(t.shape.rows().bind(0, 0)),
+        _ => Some(1),
+    }
+}
+
+/// Rule `expert-ids`: ids come from a router of as many experts as the weights have, so that every id names one.
+fn same_experts(what: &'static str, at: &str, routed: Option<usize>, have: usize) -> Result<()> {
+    match routed {
+        Some(n) if n == have => Ok(()),
+        Some(n) => {
+            let detail = format!("ids of {n} experts for weights of {have}");
+            Err(broken(what, "expert-ids", at, detail))
+        }
+        None => Err(broken(what, "expert-ids", at, "input 1 was not made by `route`")),
     }
 }
 
@@ -307,6 +348,7 @@ pub fn plan(plan: &Plan, alignment: usize) -> Result<()> {
         plan,
         alignment,
         live: Vec::new(),
+        routed: Vec::new(),
         cache_written: vec![false; plan.caches.len()],
     };
     for (i, step) in plan.steps.iter().enumerate() {
@@ -328,6 +370,8 @@ struct PlanCheck<'a> {
     alignment: usize,
     /// Byte ranges (start, end) of the arena that hold a whole value.
     live: Vec<(usize, usize)>,
+    /// Which of them hold ids of experts, and of how many.
+    routed: Vec<((usize, usize), usize)>,
     cache_written: Vec<bool>,
 }
 
@@ -357,6 +401,11 @@ impl PlanCheck<'_> {
             let detail = format!("outputs {}, the op makes {}", join(&have), join(&want));
             return Err(broken("plan", "operand-type", at, detail));
         }
+        if let Some(have) = experts_of(&step.op, &inputs) {
+            let range = self.range(&step.inputs[1]);
+            let routed = self.routed.iter().find(|(r, _)| Some(*r) == range);
+            same_experts("plan", &at, routed.map(|(_, experts)| *experts), have)?;
+        }
         self.caches(step, &at)?;
         let read: Vec<(usize, usize)> = step.inputs.iter().filter_map(|o| self.range(o)).collect();
         let mut made: Vec<(usize, usize)> = Vec::new();
@@ -371,6 +420,10 @@ impl PlanCheck<'_> {
             made.push(range);
         }
         self.live.retain(|l| !made.iter().any(|m| overlap(*l, *m)));
+        self.routed.retain(|(r, _)| !made.iter().any(|m| overlap(*r, *m)));
+        if let (Op::Route(spec), Some(ids)) = (&step.op, made.first()) {
+            self.routed.push((*ids, spec.experts));
+        }
         self.live.extend(made);
         Ok(())
     }

@@ -167,6 +167,9 @@ impl TensorIndex for Tensors<'_> {
     fn find(&self, name: &str) -> Option<(dynair::DType, usize, usize)> {
         self.0.find(name)
     }
+    fn experts(&self, name: &str) -> usize {
+        self.0.experts(name)
+    }
 }
 
 /// Reads and validates a checkpoint: structure known, every tensor used, none missing or misshapen.

@@ -422,6 +422,11 @@ fn qwen3_q8_0() {
 }
 
 #[test]
+fn granite_with_experts() {
+    hold_tiny("granitemoe", "Q4_K_M", 4);
+}
+
+#[test]
 fn a_real_model() {
     let Some(path) = std::env::var_os("DYNALM_TEST_MODEL") else {
         println!("skipped: DYNALM_TEST_MODEL names no model");

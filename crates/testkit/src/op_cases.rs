@@ -4,9 +4,9 @@
 use dynacore::KvType;
 use dynacore::self_test::Case;
 use dynacore::self_test::cases::{
-    Attention, Values, attention, elementwise, from_tiles, linear, norm, rope, rope_scaled,
+    Attention, Experts, Values, attention, elementwise, experts, from_tiles, linear, norm, rope, rope_scaled,
 };
-use dynair::{DType, RopeScaling, RopeStyle};
+use dynair::{DType, ExpertWeights, RopeScaling, RopeStyle};
 
 /// All kinds of values.
 pub const VALUES: [Values; 4] = [Values::Normal, Values::Tiny, Values::Huge, Values::Mixed];
@@ -74,6 +74,51 @@ pub fn tile_cases() -> Vec<Case> {
         }
     }
     all
+}
+
+/// Mixtures of experts of every weight type: few rows and many, all experts used and one, sizes that share groups of
+/// columns between neighbours.
+pub fn expert_cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for dtype in DType::WEIGHTS {
+        let k = dtype.block().0.max(32);
+        for (n, hidden, inner, count, used) in [(1, k, k, 4, 2), (5, k, 2 * k, 8, 3), (40, 2 * k, k, 3, 1)] {
+            all.push(Experts {
+                dtype,
+                n,
+                hidden,
+                inner,
+                experts: count,
+                experts_used: used,
+                weights: ExpertWeights::SoftmaxUsed,
+            });
+        }
+    }
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for (n, hidden, inner) in [(1, 36, 20), (7, 36, 20), (23, 17, 1), (3, 40, 41)] {
+            all.push(Experts {
+                dtype,
+                n,
+                hidden,
+                inner,
+                experts: 5,
+                experts_used: 2,
+                weights: ExpertWeights::SoftmaxAll,
+            });
+        }
+    }
+    for (experts, experts_used) in [(1, 1), (2, 2), (64, 8), (128, 128)] {
+        all.push(Experts {
+            n: 3,
+            experts,
+            experts_used,
+            hidden: 128,
+            inner: 32,
+            dtype: DType::F16,
+            ..Experts::default()
+        });
+    }
+    all.iter().map(experts).collect()
 }
 
 /// Attention over the paged cache: head sizes, groups, windows, caps, cache types, chunk boundaries.
@@ -154,6 +199,7 @@ pub fn all() -> Vec<Case> {
         norm_cases(),
         rope_cases(),
         linear_cases(),
+        expert_cases(),
         attention_cases(),
     ];
     parts.into_iter().flatten().collect()

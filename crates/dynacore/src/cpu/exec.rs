@@ -15,6 +15,7 @@ use dynair::{BatchMeta, Limits, Plan};
 use super::Mode;
 use super::kernels::ops::OpTable;
 use super::ops::attention::{Items, Layer, Scratch};
+use super::ops::experts::{self, ExpertPhase};
 use super::ops::linear::{self, Prepared};
 use super::ops::rows::Rows;
 use super::pool::shared::SharedMem;
@@ -66,6 +67,8 @@ struct Inner {
     arena: SharedMem<f32>,
     /// Prepared activations of the product at hand.
     prepared: SharedMem<u8>,
+    /// Where mixtures of experts sort and gather.
+    experts: experts::Memory,
     /// Per rotation `[max_tokens][2 · pairs]`.
     angles: Vec<SharedMem<f32>>,
     scratch: Vec<Mutex<WorkerScratch>>,
@@ -109,7 +112,7 @@ struct Times {
     end_ns: Vec<AtomicU64>,
 }
 
-fn out_of_memory(bytes: usize, what: &str) -> Error {
+pub(super) fn out_of_memory(bytes: usize, what: &str) -> Error {
     Error::OutOfMemory {
         device: "cpu".into(),
         bytes,
@@ -138,19 +141,20 @@ impl CpuExecutor {
         };
         let mut prepared = 0usize;
         for (phase, _) in &program.phases {
-            if let Phase::Prepare { x } = phase {
-                let rows = x.bind(most);
-                let records = linear::scratch_bytes(table, x.width).checked_mul(rows);
-                let tiles = match linear::tiles(table, rows, x.width) {
-                    true => linear::tile_bytes(x.width).checked_mul(rows.div_ceil(linear::TILE_ROWS)),
-                    false => Some(0),
-                };
-                let bytes = records
-                    .max(tiles)
-                    .filter(|_| records.is_some() && tiles.is_some());
-                prepared = prepared.max(bytes.ok_or_else(|| out_of_memory(usize::MAX, "activations"))?);
-            }
+            let bytes = match phase {
+                Phase::Prepare { x } => prepared_bytes(table, x.bind(most), x.width),
+                Phase::Experts(ExpertPhase::Gather { x, uses, .. }) => {
+                    linear::scratch_bytes(table, x.cols).checked_mul(uses.slots(most))
+                }
+                _ => continue,
+            };
+            prepared = prepared.max(bytes.ok_or_else(|| out_of_memory(usize::MAX, "activations"))?);
         }
+        let experts = program.phases.iter().filter_map(|(phase, _)| match phase {
+            Phase::Experts(phase) => Some(phase),
+            _ => None,
+        });
+        let experts = experts::Memory::new(experts, most)?;
         let zeroed = |len: usize, what| SharedMem::zeroed(len).ok_or_else(|| out_of_memory(4 * len, what));
         let angles = program
             .ropes
@@ -177,6 +181,7 @@ impl CpuExecutor {
             limits: plan.limits,
             arena: zeroed(program.arena, "intermediate values")?,
             prepared: SharedMem::zeroed(prepared).ok_or_else(|| out_of_memory(prepared, "activations"))?,
+            experts,
             angles: angles.collect::<Result<_>>()?,
             scratch: scratch.collect(),
             program,
@@ -441,6 +446,7 @@ impl Phase {
             Phase::AttentionMerge { .. } => "attention_merge",
             Phase::Prepare { .. } => "prepare",
             Phase::Product { .. } => "product",
+            Phase::Experts(phase) => phase.name(),
         }
     }
 }
@@ -451,9 +457,23 @@ impl Step {
         if cfg!(test) {
             self.inner.arena.new_phase();
             self.inner.prepared.new_phase();
+            self.inner.experts.new_phase();
             self.inner.angles.iter().for_each(SharedMem::new_phase);
             self.inner.kv.caches.iter().for_each(|c| c.mem.new_phase());
             self.parts.new_phase();
+        }
+    }
+
+    fn experts(&self) -> experts::Driver<'_> {
+        let inner = &*self.inner;
+        experts::Driver {
+            table: inner.table,
+            ops: inner.ops,
+            arena: &inner.arena,
+            prepared: &inner.prepared,
+            memory: &inner.experts,
+            size: self.size,
+            pieces: PIECES_PER_WORKER * inner.scratch.len(),
         }
     }
 
@@ -473,7 +493,11 @@ impl Step {
         let mut stages: Vec<Stage> = Vec::new();
         for (i, (phase, _)) in self.inner.program.phases.iter().enumerate() {
             let items = self.load(phase);
-            let uneven = matches!(phase, Phase::Attention { .. } | Phase::Product { .. });
+            let uneven = match phase {
+                Phase::Attention { .. } | Phase::Product { .. } => true,
+                Phase::Experts(phase) => phase.is_product(),
+                _ => false,
+            };
             let batch = if uneven {
                 1
             } else {
@@ -511,6 +535,7 @@ impl Step {
             Phase::Prepare { x } => rows.row_items(x),
             Phase::Product { x, .. } if x.bind(self.size) == 0 => 0,
             Phase::Product { x, linear } => self.pieces(x, linear).1,
+            Phase::Experts(phase) => self.experts().items(phase),
         }
     }
 
@@ -568,6 +593,7 @@ impl Step {
             }
             Phase::Prepare { x } => self.prepare(x, items),
             Phase::Product { x, linear } => items.for_each(|i| self.product(x, linear, i)),
+            Phase::Experts(phase) => self.experts().run(phase, items),
         }
     }
 
@@ -658,6 +684,16 @@ impl Step {
             }
         }
     }
+}
+
+/// Bytes of `rows` prepared rows, whichever form they take.
+fn prepared_bytes(table: &KernelTable, rows: usize, width: usize) -> Option<usize> {
+    let records = linear::scratch_bytes(table, width).checked_mul(rows)?;
+    if !linear::tiles(table, rows, width) {
+        return Some(records);
+    }
+    let tiles = linear::tile_bytes(width).checked_mul(rows.div_ceil(linear::TILE_ROWS))?;
+    Some(records.max(tiles))
 }
 
 /// Output widths of a linear op's products.

@@ -190,6 +190,9 @@ impl Target for CpuDevice {
                 | Op::TakeOutputs
                 | Op::KvWrite
                 | Op::Attention(_)
+                | Op::Route(_)
+                | Op::ExpertGlu(_)
+                | Op::ExpertDown
                 | Op::Fused(_) => true,
                 Op::Weight(_) | Op::Tokens | Op::Positions | Op::Batch | Op::Cache(_) => false,
             }

@@ -4,6 +4,8 @@
 //! Owns the check that makes the workers' views of the arena sound: no output of a step overlaps an input or another
 //! output of the same step (see [`super::pool::shared`]).
 
+mod experts;
+
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -12,6 +14,7 @@ use dynair::{
     TensorType,
 };
 
+use super::ops::experts::ExpertPhase;
 use super::ops::rope::Frequencies;
 use super::storage::{CpuKv, CpuWeight};
 use crate::buffer::Tensor;
@@ -169,6 +172,8 @@ pub(crate) enum Phase {
         x: Val,
         linear: Linear,
     },
+    /// A part of a mixture of experts.
+    Experts(ExpertPhase),
 }
 
 /// A plan in the form the workers walk.
@@ -207,6 +212,8 @@ pub(crate) fn lower(plan: &Plan, weights: &[Tensor], kv: &CpuKv) -> Result<Progr
         plan,
         weights: Vec::new(),
         kv,
+        routed: Vec::new(),
+        grouped: None,
         program: Program::empty(plan)?,
     };
     for (decl, tensor) in plan.weights.iter().zip(weights) {
@@ -265,13 +272,17 @@ impl Program {
 }
 
 fn arena_value(plan: &Plan, operand: &Operand, label: &str) -> Result<Val> {
-    let Operand::Arena { offset, ty } = operand else {
-        return Err(invalid(
+    typed_value(plan, operand, DType::F32, label)
+}
+
+fn typed_value(plan: &Plan, operand: &Operand, dtype: DType, label: &str) -> Result<Val> {
+    match operand {
+        Operand::Arena { offset, ty } if ty.dtype == dtype => value(plan, *offset, *ty, label),
+        _ => Err(invalid(
             label,
-            format!("operand {operand:?} is no value of the arena"),
-        ));
-    };
-    value(plan, *offset, *ty, label)
+            format!("operand {operand:?} is no {dtype} value of the arena"),
+        )),
+    }
 }
 
 fn value(plan: &Plan, offset: usize, ty: TensorType, label: &str) -> Result<Val> {
@@ -282,10 +293,11 @@ fn value(plan: &Plan, offset: usize, ty: TensorType, label: &str) -> Result<Val>
         .checked_mul(width)
         .and_then(|n| n.checked_mul(4))
         .and_then(|n| n.checked_add(offset));
-    if ty.dtype != DType::F32 || !offset.is_multiple_of(4) || bytes.is_none_or(|n| n > plan.arena_bytes) {
+    let words = matches!(ty.dtype, DType::F32 | DType::I32) && offset.is_multiple_of(4);
+    if !words || bytes.is_none_or(|n| n > plan.arena_bytes) {
         return Err(invalid(
             label,
-            format!("{ty} at {offset} does not lie in the arena as f32"),
+            format!("{ty} at {offset} does not lie in the arena as words of four bytes"),
         ));
     }
     let cols = if ty.shape.rank() == 1 {
@@ -305,6 +317,10 @@ struct Lowering<'a> {
     plan: &'a Plan,
     weights: Vec<Arc<CpuWeight>>,
     kv: &'a CpuKv,
+    /// Ids of experts, and of how many, that routers have made so far.
+    routed: Vec<(Val, usize)>,
+    /// The ids that rows are grouped by at this point of the program.
+    grouped: Option<Val>,
     program: Program,
 }
 
@@ -419,7 +435,9 @@ impl Lowering<'_> {
             outputs: self.plan.limits.max_outputs,
         };
         let range = |o: &Operand| match o {
-            Operand::Arena { .. } => arena_value(self.plan, o, &step.label).map(|v| Some(v.range(most))),
+            Operand::Arena { offset, ty } => {
+                value(self.plan, *offset, *ty, &step.label).map(|v| Some(v.range(most)))
+            }
             _ => Ok(None),
         };
         for (i, output) in step.outputs.iter().enumerate() {
@@ -489,6 +507,9 @@ impl Lowering<'_> {
             }
             Op::KvWrite => self.kv_write(step, None),
             Op::Attention(spec) => self.attention(step, spec),
+            Op::Route(spec) => self.route(step, *spec),
+            Op::ExpertGlu(act) => self.expert_glu(step, *act),
+            Op::ExpertDown => self.expert_down(step),
             Op::Fused(fused) => self.fused(step, fused),
             Op::View(_) | Op::Weight(_) | Op::Tokens | Op::Positions | Op::Batch | Op::Cache(_) => {
                 Err(invalid(&step.label, format!("`{}` is no step", step.op.name())))

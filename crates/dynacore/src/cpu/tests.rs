@@ -143,9 +143,26 @@ fn a_sequence_gets_the_same_bits_alone_batched_chunked_and_with_other_workers() 
         .map(|n| (0..*n).map(|_| rng.below(80) as u32).collect())
         .collect();
     let whole: Vec<Vec<(usize, usize)>> = (0..4).map(|s| vec![(s, 70)]).collect();
+    // Experts whose columns are whole groups, and such that share groups with their neighbours.
+    let moe = Decoder {
+        experts: Some((5, 2)),
+        ..Decoder::small()
+    };
+    let odd = Decoder {
+        experts: Some((7, 3)),
+        dtype: dynair::DType::F16,
+        ffn_size: 40,
+        hidden_size: 72,
+        ..Decoder::small()
+    };
     for isa in isas() {
-        for kind in [KvType::F16, KvType::Q8_0] {
-            let model = Model::new(&Decoder::small(), kind);
+        for (decoder, kind) in [
+            (Decoder::small(), KvType::F16),
+            (Decoder::small(), KvType::Q8_0),
+            (moe.clone(), KvType::F16),
+            (odd.clone(), KvType::F32),
+        ] {
+            let model = Model::new(&decoder, kind);
             let truth = model.run(&device(isa, 1), &seqs, &whole, 1);
             let one_by_one: Vec<_> = (0..70).map(|_| (0..4).map(|s| (s, 1)).collect()).collect();
             assert!(

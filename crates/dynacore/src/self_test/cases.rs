@@ -1,8 +1,8 @@
 //! Builders of [`Case`]s, one per kind of op, over shapes and kinds of values.
 
 use dynair::{
-    Activation, AttnSpec, BatchMeta, BlockId, BlockTables, DType, Graph, GraphBuilder, RopeScaling, RopeSpec,
-    RopeStyle, SeqSpan, ValueId,
+    Activation, AttnSpec, BatchMeta, BlockId, BlockTables, DType, ExpertWeights, Graph, GraphBuilder,
+    QuantType, RopeScaling, RopeSpec, RopeStyle, RouterSpec, SeqSpan, ValueId,
 };
 
 use super::{Case, Tensors, geometry};
@@ -311,6 +311,91 @@ pub fn from_tiles(case: Case) -> Case {
         reason: "weights and activations of 8 significant bits: 3e-3 a product, two of which are multiplied",
         ..case
     }
+}
+
+/// Parameters of [`experts`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Experts {
+    /// Type of the experts' weights.
+    pub dtype: DType,
+    /// Rows of the step.
+    pub n: usize,
+    /// Width of the rows, at least as many as experts.
+    pub hidden: usize,
+    /// Inner size of an expert.
+    pub inner: usize,
+    /// Experts.
+    pub experts: usize,
+    /// Experts used per row.
+    pub experts_used: usize,
+    /// How they are weighted.
+    pub weights: ExpertWeights,
+}
+
+impl Default for Experts {
+    fn default() -> Self {
+        Experts {
+            dtype: DType::Quant(QuantType::Q4K),
+            n: 5,
+            hidden: 256,
+            inner: 256,
+            experts: 6,
+            experts_used: 3,
+            weights: ExpertWeights::SoftmaxUsed,
+        }
+    }
+}
+
+/// `Route`, `ExpertGlu` and `ExpertDown`. The router reads an expert's logit off one element of the row, and these
+/// elements lie apart, so that no rounding changes which experts are chosen.
+pub fn experts(e: &Experts) -> Case {
+    let mut rng = Rng::new((e.n * 7 + e.hidden * 3 + e.inner + e.experts) as u64);
+    let mut tensors = Tensors::default();
+    let mut x = rng.values(rows(e.n) * e.hidden, Values::Normal);
+    for row in x.chunks_exact_mut(e.hidden) {
+        let mut order: Vec<usize> = (0..e.experts).collect();
+        for i in (1..e.experts).rev() {
+            order.swap(i, rng.below(i + 1));
+        }
+        for (x, place) in row.iter_mut().zip(order) {
+            *x = (place as f32 + 0.2 * rng.unit()) * 4.0 / e.experts as f32 - 2.0;
+        }
+    }
+    tensors.add("x.weight", DType::F32, rows(e.n), &x);
+    let mut router = vec![0.0; e.experts * e.hidden];
+    router
+        .chunks_exact_mut(e.hidden)
+        .enumerate()
+        .for_each(|(i, row)| row[i] = 1.0);
+    tensors.add("blk.0.ffn_gate_inp.weight", DType::F32, e.experts, &router);
+    for (name, m, k) in [
+        ("blk.0.ffn_gate_exps.weight", e.inner, e.hidden),
+        ("blk.0.ffn_up_exps.weight", e.inner, e.hidden),
+        ("blk.0.ffn_down_exps.weight", e.hidden, e.inner),
+    ] {
+        let mut w = rng.values(e.experts * m * k, Values::Normal);
+        w.iter_mut().for_each(|w| *w *= 0.05);
+        tensors.add(name, e.dtype, e.experts * m, &w);
+        tensors.stack(name, e.experts);
+    }
+    let spec = RouterSpec {
+        experts: e.experts,
+        experts_used: e.experts_used,
+        weights: e.weights,
+    };
+    let mut b = GraphBuilder::new(&tensors);
+    let x = b.embed("x", rows(e.n), e.hidden).expect(VALID);
+    let y = b.moe(x, "blk.0", spec, Activation::Silu, e.inner).expect(VALID);
+    let out = b.take_outputs(y).expect(VALID);
+    let graph = b.finish(out).expect(VALID);
+    case(
+        format!("experts {e:?}"),
+        graph,
+        tensors,
+        e.n,
+        2e-3,
+        "activations rounded to 14 bits per group of 32, twice",
+    )
 }
 
 /// Parameters of [`attention`].

@@ -1,8 +1,8 @@
 //! Whole decoders with made weights: for tests of batching, and to see where a step's time goes.
 
 use dynair::{
-    Activation, AttnSpec, BatchMeta, BlockId, BlockTables, DType, Graph, GraphBuilder, RopeScaling, RopeSpec,
-    RopeStyle, SeqSpan,
+    Activation, AttnSpec, BatchMeta, BlockId, BlockTables, DType, ExpertWeights, Graph, GraphBuilder,
+    RopeScaling, RopeSpec, RopeStyle, RouterSpec, SeqSpan, ValueId,
 };
 
 use super::Tensors;
@@ -33,6 +33,8 @@ pub struct Decoder {
     pub window: Option<u32>,
     /// Softcap of scores and logits.
     pub softcap: Option<f32>,
+    /// Experts of each layer and how many a row uses; `None`: a plain feed-forward network.
+    pub experts: Option<(usize, usize)>,
 }
 
 impl Decoder {
@@ -50,6 +52,7 @@ impl Decoder {
             head_dtype: DType::F16,
             window: Some(24),
             softcap: Some(30.0),
+            experts: None,
         }
     }
 
@@ -67,14 +70,17 @@ impl Decoder {
         let mut rng = Rng::new(seed);
         let mut tensors = Tensors::default();
         let mut add = |name: &str, dtype: DType, rows: usize, cols: usize| {
-            // Few distinct rows: encoding a large model's worth of random numbers takes longer than the test.
-            let distinct = rows.min(64);
+            // Few distinct rows: encoding a large model's worth of random numbers takes longer than the test. Of stacked
+            // weights a prime number of them, so that the experts differ.
+            let stacked = name.ends_with("_exps.weight");
+            let distinct = rows.min(if stacked { 67 } else { 64 });
             let mut values = rng.values(distinct * cols, Values::Normal);
             let size = 1.0 / (cols as f32).sqrt();
             values.iter_mut().for_each(|v| *v *= size);
             tensors.add_repeated(name, dtype, rows, cols, &values);
         };
         let (q, kv) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
+        let mut stacked = Vec::new();
         add(
             "token_embd.weight",
             self.head_dtype,
@@ -101,24 +107,26 @@ impl Decoder {
                 self.hidden_size,
                 q,
             );
-            add(
-                &format!("blk.{i}.ffn_gate.weight"),
-                self.dtype,
-                self.ffn_size,
-                self.hidden_size,
-            );
-            add(
-                &format!("blk.{i}.ffn_up.weight"),
-                self.dtype,
-                self.ffn_size,
-                self.hidden_size,
-            );
-            add(
-                &format!("blk.{i}.ffn_down.weight"),
-                self.dtype,
-                self.hidden_size,
-                self.ffn_size,
-            );
+            let (stack, suffix) = match self.experts {
+                Some((experts, _)) => (experts, "_exps"),
+                None => (1, ""),
+            };
+            for (part, rows, cols) in [
+                ("ffn_gate", self.ffn_size, self.hidden_size),
+                ("ffn_up", self.ffn_size, self.hidden_size),
+                ("ffn_down", self.hidden_size, self.ffn_size),
+            ] {
+                let name = format!("blk.{i}.{part}{suffix}.weight");
+                add(&name, self.dtype, stack * rows, cols);
+                stacked.push((name, stack));
+            }
+            if stack > 1 {
+                let name = format!("blk.{i}.ffn_gate_inp.weight");
+                add(&name, DType::F32, stack, self.hidden_size);
+            }
+        }
+        for (name, experts) in stacked {
+            tensors.stack(&name, experts);
         }
         let norm: Vec<f32> = (0..self.hidden_size).map(|i| 4.0 + (i % 7) as f32).collect();
         for i in 0..self.layers {
@@ -127,6 +135,21 @@ impl Decoder {
         }
         tensors.add("output_norm.weight", DType::F32, 1, &norm);
         tensors
+    }
+
+    fn ffn(&self, b: &mut GraphBuilder<'_>, h: ValueId, i: usize) -> dynair::Result<ValueId> {
+        if let Some((experts, experts_used)) = self.experts {
+            let spec = RouterSpec {
+                experts,
+                experts_used,
+                weights: ExpertWeights::SoftmaxUsed,
+            };
+            return b.moe(h, &format!("blk.{i}"), spec, Activation::Silu, self.ffn_size);
+        }
+        let gate = b.linear(h, &format!("blk.{i}.ffn_gate"))?;
+        let up = b.linear(h, &format!("blk.{i}.ffn_up"))?;
+        let y = b.glu(gate, up, Activation::Silu, &format!("blk.{i}.ffn_act"))?;
+        b.linear(y, &format!("blk.{i}.ffn_down"))
     }
 
     fn graph(&self, tensors: &Tensors) -> dynair::Result<Graph> {
@@ -161,10 +184,7 @@ impl Decoder {
             let a = b.linear(a, &format!("blk.{i}.attn_output"))?;
             x = b.add(x, a, &format!("blk.{i}.attn_add"))?;
             let h = b.rms_norm(x, &format!("blk.{i}.ffn_norm"), 1e-5)?;
-            let gate = b.linear(h, &format!("blk.{i}.ffn_gate"))?;
-            let up = b.linear(h, &format!("blk.{i}.ffn_up"))?;
-            let y = b.glu(gate, up, Activation::Silu, &format!("blk.{i}.ffn_act"))?;
-            let y = b.linear(y, &format!("blk.{i}.ffn_down"))?;
+            let y = self.ffn(&mut b, h, i)?;
             x = b.add(x, y, &format!("blk.{i}.ffn_add"))?;
         }
         let x = b.take_outputs(x)?;

@@ -1,6 +1,6 @@
 //! The reference evaluator: what every op means, slowly.
 //!
-//! Values are f32. Inside an op everything is computed in f64 and rounded to f32 once, at the op's outputs, so that
+//! Values are f32; expert ids are numbers too, which f32 holds exactly. Inside an op everything is computed in f64 and rounded to f32 once, at the op's outputs, so that
 //! the result is the truth up to the roundings between ops, and a kernel's error can be told from its own arithmetic
 //! alone. Rotations are computed in f64 from the exact position. The cache holds f32. A fused op rounds where its
 //! expansion would hand a value to a reader, and is computed here on its own, not by expansion, so that tests of one
@@ -10,6 +10,7 @@
 //! its values in an arena at the plan's offsets, which tests the plan's memory.
 
 mod cache;
+mod experts;
 mod math;
 #[cfg(test)]
 mod tests;
@@ -130,6 +131,9 @@ pub fn eval_op(op: &Op, inputs: &[Arg<'_>], ctx: &mut Context<'_>) -> Result<Vec
             let out = ctx.caches.attend(id, q, spec, ctx.batch);
             one(out.map_err(|(f, e)| args.bad("queries and cache", f, e))?)
         }
+        Op::Route(spec) => experts::route(&args, spec),
+        Op::ExpertGlu(act) => one(experts::glu(&args, *act)?),
+        Op::ExpertDown => one(experts::down(&args)?),
         Op::Fused(fused) => eval_fused(fused, &args, ctx),
     }
 }

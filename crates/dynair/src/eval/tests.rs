@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::graph::CacheDecl;
-use crate::op::{Activation, AttnSpec, RopeScaling, RopeStyle};
+use crate::op::{Activation, AttnSpec, ExpertWeights, RopeScaling, RopeStyle, RouterSpec};
 use crate::testing::{Rng, caches, steps};
 
 fn eval(op: Op, inputs: &[Arg<'_>]) -> Vec<f32> {
@@ -176,6 +176,76 @@ fn attention_of_equal_scores_averages_its_window() {
         .expect("evaluates")
         .remove(0);
     assert_eq!(row(&out, 6), [3.0, 0.0, 3.0, 0.0]);
+}
+
+fn routed(logits: &[f32], used: usize, weights: ExpertWeights) -> (Vec<f32>, Vec<f32>) {
+    let batch = steps(1).remove(0);
+    let mut ctx = Context {
+        batch: &batch,
+        caches: &mut Caches { layers: Vec::new() },
+    };
+    let spec = RouterSpec {
+        experts: logits.len(),
+        experts_used: used,
+        weights,
+    };
+    let logits = Array::new(&[1, logits.len()], logits.to_vec());
+    let mut out = eval_op(&Op::Route(spec), &[Arg::Array(&logits)], &mut ctx).expect("evaluates");
+    let weights = out.remove(1).data;
+    (out.remove(0).data, weights)
+}
+
+#[test]
+fn a_router_takes_the_largest_logits_in_order() {
+    let used = ExpertWeights::SoftmaxUsed;
+    let ln = |x: f32| x.ln();
+    let (ids, weights) = routed(&[ln(1.0), ln(4.0), ln(2.0), ln(1.0)], 2, used);
+    assert_eq!(ids, [1.0, 2.0]);
+    close(f64::from(weights[0]), f64::from(2.0f32 / 3.0));
+    assert!((weights[0] + weights[1] - 1.0).abs() < 1e-6);
+    let (_, weights) = routed(
+        &[ln(1.0), ln(4.0), ln(2.0), ln(1.0)],
+        2,
+        ExpertWeights::SoftmaxAll,
+    );
+    assert!((weights[0] - 0.5).abs() < 1e-6 && (weights[1] - 0.25).abs() < 1e-6);
+    // Equal logits: the lower number. NaN: last of all. Large logits do not overflow.
+    assert_eq!(routed(&[3.0, 7.0, 7.0, 3.0], 3, used).0, [1.0, 2.0, 0.0]);
+    assert_eq!(routed(&[f32::NAN, -1e30, 1e30], 2, used).0, [2.0, 1.0]);
+    assert_eq!(routed(&[f32::NAN, -1e30, 1e30], 2, used).1, [1.0, 0.0]);
+    assert_eq!(routed(&[5.0], 1, used), (vec![0.0], vec![1.0]));
+}
+
+#[test]
+fn experts_use_their_own_matrices() {
+    // Two experts of inner size 1 on rows of 2.
+    let x = Array::new(&[2, 2], vec![1.0, 2.0, 3.0, 4.0]);
+    let ids = Array::new(&[2, 2], vec![1.0, 0.0, 0.0, 1.0]);
+    let gate = Array::new(&[2, 1, 2], vec![1.0, 0.0, 0.0, 1.0]);
+    let up = Array::new(&[2, 1, 2], vec![1.0, 1.0, 2.0, 0.0]);
+    let glu = eval(
+        Op::ExpertGlu(Activation::Relu),
+        &[
+            Arg::Array(&x),
+            Arg::Array(&ids),
+            Arg::Array(&gate),
+            Arg::Array(&up),
+        ],
+    );
+    assert_eq!(glu, [2.0 * 2.0, 1.0 * 3.0, 3.0 * 7.0, 4.0 * 6.0]);
+    let h = Array::new(&[2, 2, 1], glu);
+    let weights = Array::new(&[2, 2], vec![0.5, 0.25, 1.0, 0.0]);
+    let down = Array::new(&[2, 2, 1], vec![1.0, -1.0, 10.0, 20.0]);
+    let out = eval(
+        Op::ExpertDown,
+        &[
+            Arg::Array(&h),
+            Arg::Array(&ids),
+            Arg::Array(&weights),
+            Arg::Array(&down),
+        ],
+    );
+    assert_eq!(out, [20.0 + 0.75, 40.0 - 0.75, 21.0, -21.0]);
 }
 
 #[test]

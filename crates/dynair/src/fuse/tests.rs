@@ -10,7 +10,7 @@ use crate::verify;
 
 fn models() -> Vec<Small> {
     let mut out = vec![PLAIN];
-    for i in 0..7u32 {
+    for i in 0..8u32 {
         out.push(Small {
             bias: i == 0 || i == 6,
             qk_norm: i == 1 || i == 6,
@@ -19,6 +19,7 @@ fn models() -> Vec<Small> {
             window: (i == 4 || i == 6).then_some(3),
             softcap: (i == 5 || i == 6).then_some(20.0),
             merged: i == 3,
+            experts: i == 7,
         });
     }
     out
@@ -81,7 +82,7 @@ fn a_fused_model_computes_what_the_plain_one_does() {
         );
         assert_eq!(
             names.iter().filter(|n| **n == "linear_glu").count(),
-            if model.bias { 0 } else { 2 }
+            if model.bias || model.experts { 0 } else { 2 }
         );
         assert!(worst(&truth, &run(&fused)) < 1e-5, "{model:?}");
         assert!(worst(&truth, &run(&expand_graph(&fused))) == 0.0, "{model:?}");

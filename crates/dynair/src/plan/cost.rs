@@ -1,6 +1,6 @@
 //! What a step must at least move and compute, and the plan's text.
 //!
-//! The estimates are floors: every operand touched once. They tell which share of a machine's bandwidth or peak a
+//! The estimates are floors: every operand touched once, of experts those that the step's rows can name. They tell which share of a machine's bandwidth or peak a
 //! step reaches; they choose nothing.
 
 use std::fmt::Write;
@@ -90,6 +90,13 @@ impl Step {
                     let rows = bind(&ty) / ty.shape.row_elements().max(1) as u64;
                     cost.weight_bytes += match self.op {
                         Op::Embed => whole / rows.max(1) * rows.min(size.tokens as u64),
+                        Op::ExpertGlu(_) | Op::ExpertDown => {
+                            let experts = match ty.shape.rank() {
+                                3 => ty.shape.rows().bind(0, 0) as u64,
+                                _ => 1,
+                            };
+                            whole / experts.max(1) * experts.min(self.experts_named(plan, size))
+                        }
                         _ => whole,
                     };
                 }
@@ -112,7 +119,11 @@ impl Step {
             .map_or(0, |t| t.shape.cols()) as u64;
         cost.flops = match &self.op {
             Op::Linear | Op::Fused(FusedOp::LinearGroup { .. }) => 2 * k * outputs,
-            Op::Fused(FusedOp::LinearGlu(_)) => (4 * k + 4) * outputs,
+            Op::Fused(FusedOp::LinearGlu(_)) | Op::ExpertGlu(_) => (4 * k + 4) * outputs,
+            // Per expert a product and what weighting and adding it takes.
+            Op::ExpertDown => (2 * k + 2) * outputs * self.experts_used(plan),
+            // A comparison per logit.
+            Op::Route(spec) => outputs / (2 * spec.experts_used.max(1) as u64) * spec.experts as u64,
             Op::Embed | Op::View(_) | Op::TakeOutputs | Op::KvWrite => 0,
             Op::RmsNorm { .. } | Op::Rope(_) => 4 * outputs,
             // Two outputs: one addition for the sum, four operations for the norm.
@@ -141,6 +152,18 @@ impl Step {
             Some(ValueType::Tensor(t)) => Some(t),
             _ => None,
         }
+    }
+
+    /// Experts a row uses: columns of the ids, which are input 1 of an op of experts.
+    fn experts_used(&self, plan: &Plan) -> u64 {
+        let ids = self.inputs.get(1).and_then(|o| self.tensor(plan, o));
+        ids.map_or(0, |t| t.shape.cols() as u64)
+    }
+
+    /// Most experts the step's rows can name. Which they do is not known before the step; for a row alone it is exact.
+    fn experts_named(&self, plan: &Plan, size: &StepSize) -> u64 {
+        let ids = self.inputs.get(1).and_then(|o| self.tensor(plan, o));
+        ids.map_or(0, |t| t.shape.elements(size.tokens, size.outputs) as u64)
     }
 
     fn cache_bytes(&self, plan: &Plan, size: &StepSize) -> u64 {

@@ -15,7 +15,7 @@
 //! logits %42
 //! ```
 //!
-//! A weight with one row is a vector, `F32[576]`. A value that no node makes is declared as `value %7 : F32[T, 4]`.
+//! A weight with one row is a vector, `F32[576]`; one of stacked experts has three dimensions, `Q4_K[32, 512, 1024]`. A value that no node makes is declared as `value %7 : F32[T, 4]`.
 
 mod parse;
 
@@ -24,7 +24,7 @@ use std::fmt::Write;
 
 use crate::graph::{CacheDecl, Graph, Node, ValueId, WeightDecl};
 use crate::infer::weight_type;
-use crate::op::{Activation, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle};
+use crate::op::{Activation, ExpertWeights, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle};
 
 pub use parse::parse;
 
@@ -129,7 +129,9 @@ pub(crate) fn op_text(op: &Op) -> String {
         Op::Weight(id) => format!("{name}(w{})", id.0),
         Op::Cache(id) => format!("{name}(c{})", id.0),
         Op::Scale(s) | Op::Softcap(s) => format!("{name}({s:?})"),
-        Op::Act(a) | Op::Glu(a) | Op::Fused(FusedOp::LinearGlu(a)) => format!("{name}({})", act_name(*a)),
+        Op::Act(a) | Op::Glu(a) | Op::ExpertGlu(a) | Op::Fused(FusedOp::LinearGlu(a)) => {
+            format!("{name}({})", act_name(*a))
+        }
         Op::RmsNorm { eps } | Op::Fused(FusedOp::AddRmsNorm { eps }) => format!("{name}(eps={eps:?})"),
         Op::Rope(spec) | Op::Fused(FusedOp::RopeKvWrite(spec)) => format!("{name}({})", rope_text(spec)),
         Op::View(shape) => format!("{name}({shape})"),
@@ -146,6 +148,16 @@ pub(crate) fn op_text(op: &Op) -> String {
             }
             out + ")"
         }
+        Op::Route(r) => {
+            let weights = match r.weights {
+                ExpertWeights::SoftmaxUsed => "softmax_used",
+                ExpertWeights::SoftmaxAll => "softmax_all",
+            };
+            format!(
+                "{name}(experts={}, experts_used={}, weights={weights})",
+                r.experts, r.experts_used
+            )
+        }
         Op::Fused(FusedOp::LinearGroup { bias }) => {
             let flags: Vec<&str> = bias.iter().map(|b| if *b { "bias" } else { "plain" }).collect();
             format!("{name}({})", flags.join(", "))
@@ -158,7 +170,8 @@ pub(crate) fn op_text(op: &Op) -> String {
         | Op::Add
         | Op::Mul
         | Op::TakeOutputs
-        | Op::KvWrite => name.to_string(),
+        | Op::KvWrite
+        | Op::ExpertDown => name.to_string(),
     }
 }
 

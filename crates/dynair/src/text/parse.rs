@@ -3,7 +3,9 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{CacheDecl, CacheId, Graph, Node, ValueId, WeightDecl, WeightId};
-use crate::op::{Activation, AttnSpec, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle};
+use crate::op::{
+    Activation, AttnSpec, ExpertWeights, FusedOp, Op, RopeScaling, RopeSpec, RopeStyle, RouterSpec,
+};
 use crate::ty::{Dim, Shape, TensorType, ValueType};
 use crate::verify;
 
@@ -266,12 +268,17 @@ impl Parser {
         }
         let name = scan.quoted()?;
         let ty = scan.tensor_type()?;
-        let (rows, cols) = match *ty.shape.dims() {
-            [Dim::Fixed(cols)] => (1, cols),
-            [Dim::Fixed(rows), Dim::Fixed(cols)] if rows > 1 => (rows, cols),
+        let (experts, rows, cols) = match *ty.shape.dims() {
+            [Dim::Fixed(cols)] => (1, 1, cols),
+            [Dim::Fixed(rows), Dim::Fixed(cols)] if rows > 1 => (1, rows, cols),
+            // Shapes are bounded, so the product cannot overflow.
+            [Dim::Fixed(experts), Dim::Fixed(rows), Dim::Fixed(cols)] if experts > 1 => {
+                (experts, experts * rows, cols)
+            }
             _ => {
                 return Err(format!(
-                    "a weight is [cols] or [rows, cols] with two rows or more, found {ty}"
+                    "a weight is [cols], [rows, cols] with two rows or more, or [experts, rows, cols] with two \
+                     experts or more, found {ty}"
                 ));
             }
         };
@@ -287,6 +294,7 @@ impl Parser {
             first_row,
             rows,
             cols,
+            experts,
         });
         Ok(())
     }
@@ -358,7 +366,7 @@ impl Parser {
 }
 
 /// Ops that take parameters in parentheses.
-const PARAMETERISED: [&str; 14] = [
+const PARAMETERISED: [&str; 16] = [
     "weight",
     "cache",
     "scale",
@@ -372,6 +380,8 @@ const PARAMETERISED: [&str; 14] = [
     "rope_kv_write",
     "view",
     "attention",
+    "route",
+    "expert_glu",
     "linear_group",
 ];
 
@@ -388,6 +398,7 @@ fn op(scan: &mut Scan<'_>) -> Scanned<Op> {
         "mul" => Some(Op::Mul),
         "take_outputs" => Some(Op::TakeOutputs),
         "kv_write" => Some(Op::KvWrite),
+        "expert_down" => Some(Op::ExpertDown),
         _ => None,
     };
     if let Some(op) = plain {
@@ -415,6 +426,8 @@ fn op(scan: &mut Scan<'_>) -> Scanned<Op> {
         "rope_kv_write" => Op::Fused(FusedOp::RopeKvWrite(rope(scan)?)),
         "view" => Op::View(scan.shape()?),
         "attention" => Op::Attention(attention(scan)?),
+        "route" => Op::Route(route(scan)?),
+        "expert_glu" => Op::ExpertGlu(activation(scan)?),
         "linear_group" => Op::Fused(FusedOp::LinearGroup { bias: members(scan)? }),
         _ => return before.expected("the name of an op"),
     };
@@ -466,6 +479,27 @@ fn attention(scan: &mut Scan<'_>) -> Scanned<AttnSpec> {
         scale,
         sliding_window,
         softcap,
+    })
+}
+
+fn route(scan: &mut Scan<'_>) -> Scanned<RouterSpec> {
+    let experts = scan.param("experts")?;
+    scan.want(",")?;
+    let experts_used = scan.param("experts_used")?;
+    scan.want(",")?;
+    scan.want("weights")?;
+    scan.want("=")?;
+    let weights = if scan.eat("softmax_used") {
+        ExpertWeights::SoftmaxUsed
+    } else if scan.eat("softmax_all") {
+        ExpertWeights::SoftmaxAll
+    } else {
+        return scan.expected("`softmax_used` or `softmax_all`");
+    };
+    Ok(RouterSpec {
+        experts,
+        experts_used,
+        weights,
     })
 }
 

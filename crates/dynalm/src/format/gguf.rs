@@ -165,6 +165,12 @@ impl TensorIndex for Gguf {
     fn find(&self, name: &str) -> Option<(DType, usize, usize)> {
         self.tensor(name).map(|t| (t.dtype, t.rows(), t.cols()))
     }
+
+    /// The third dimension, and the fourth.
+    fn experts(&self, name: &str) -> usize {
+        let above = self.tensor(name).and_then(|t| t.dims.get(2..));
+        above.map_or(1, |dims| dims.iter().product())
+    }
 }
 
 /// Maps one file and reads its header.

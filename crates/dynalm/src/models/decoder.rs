@@ -1,6 +1,7 @@
 //! What every decoder-only transformer has in common: the keys and the graph.
 
-use dynair::op::{Activation, AttnSpec, RopeScaling, RopeSpec, RopeStyle};
+use dynair::infer::MAX_EXPERTS;
+use dynair::op::{Activation, AttnSpec, ExpertWeights, RopeScaling, RopeSpec, RopeStyle, RouterSpec};
 use dynair::{Graph, GraphBuilder, ValueId};
 
 use super::{FfnSpec, LayerSpec, Metadata, ModelSpec, NormPlacement, QkNorm};
@@ -18,6 +19,21 @@ const ALTERING: &[(&str, f32)] = &[
     ("expert_count", 0.0),
     ("expert_used_count", 0.0),
     ("expert_shared_count", 0.0),
+    ("expert_shared_feed_forward_length", 0.0),
+    ("expert_chunk_feed_forward_length", 0.0),
+    ("expert_group_count", 1.0),
+    ("expert_group_used_count", 1.0),
+    ("expert_group_scale", 1.0),
+    ("expert_weights_scale", 1.0),
+    ("expert_weights_norm", 1.0),
+    // Softmax.
+    ("expert_gating_func", 1.0),
+    ("expert_latent_length", 0.0),
+    ("experts_per_group", 0.0),
+    ("moe_every_n_layers", 0.0),
+    ("moe_latent_size", 0.0),
+    ("interleave_moe_layer_step", 1.0),
+    ("deepstack_mapping", 0.0),
     ("leading_dense_block_count", 0.0),
     ("nextn_predict_layers", 0.0),
     ("embedding_scale", 1.0),
@@ -39,6 +55,7 @@ const ALTERING: &[(&str, f32)] = &[
     ("attention.key_length_mla", 0.0),
     ("attention.value_length_mla", 0.0),
     ("attention.shared_kv_layers", 0.0),
+    ("attention.rope_pattern", 0.0),
     ("attention.key_length_swa", 0.0),
     ("attention.value_length_swa", 0.0),
     ("attention.sliding_window", 0.0),
@@ -155,6 +172,69 @@ pub fn spec(meta: &dyn Metadata, style: RopeStyle, handled: &[&str]) -> Result<M
         logit_scale: 1.0,
         logit_softcap: None,
     })
+}
+
+/// Keys that [`experts`] reads, which a family with experts names as handled.
+pub(super) const EXPERT_KEYS: [&str; 2] = ["expert_count", "expert_used_count"];
+
+/// Makes every layer's feed-forward block a mixture of experts, as the file's keys say. An expert's inner size is
+/// `expert_feed_forward_length`, or `feed_forward_length` where the file has that alone.
+///
+/// # Errors
+/// If a key is missing or the numbers do not fit each other.
+pub(super) fn experts(meta: &dyn Metadata, spec: &mut ModelSpec, weights: ExpertWeights) -> Result<()> {
+    let arch = meta.arch().to_string();
+    let [count, used] = EXPERT_KEYS.map(|suffix| format!("{arch}.{suffix}"));
+    let experts = meta.need(&count)?;
+    if !(1..=MAX_EXPERTS).contains(&experts) {
+        return Err(unsupported(&count, experts, format_args!("1 to {MAX_EXPERTS}")));
+    }
+    let experts_used = meta.need(&used)?;
+    if !(1..=experts).contains(&experts_used) {
+        return Err(unsupported(
+            &used,
+            experts_used,
+            format_args!("1 to {experts} experts"),
+        ));
+    }
+    let sizes = per_layer(
+        meta,
+        &format!("{arch}.expert_feed_forward_length"),
+        spec.layers.len(),
+    )?;
+    for (i, layer) in spec.layers.iter_mut().enumerate() {
+        let (FfnSpec::Gated {
+            act,
+            intermediate_size,
+        }
+        | FfnSpec::Moe {
+            act,
+            intermediate_size,
+            ..
+        }) = layer.ffn;
+        layer.ffn = FfnSpec::Moe {
+            router: RouterSpec {
+                experts,
+                experts_used,
+                weights,
+            },
+            act,
+            intermediate_size: sizes.as_ref().map_or(intermediate_size, |s| s[i]),
+        };
+    }
+    Ok(())
+}
+
+/// A scale; 1 where the file has none.
+///
+/// # Errors
+/// If it is no positive number.
+pub(super) fn positive(meta: &dyn Metadata, key: &str) -> Result<f32> {
+    match number(meta, key) {
+        None => Ok(1.0),
+        Some(x) if x.is_finite() && x > 0.0 => Ok(x),
+        Some(x) => Err(unsupported(key, x, "a positive number")),
+    }
 }
 
 /// A key that holds one number for all layers, or an array with one for each.
@@ -356,11 +436,18 @@ fn attention(b: &mut GraphBuilder<'_>, spec: &ModelSpec, i: usize, x: ValueId) -
 }
 
 fn ffn(b: &mut GraphBuilder<'_>, spec: &ModelSpec, i: usize, x: ValueId) -> Result<ValueId> {
-    let FfnSpec::Gated {
-        act,
-        intermediate_size,
-    } = spec.layers[i].ffn;
     let h = b.rms_norm(x, &format!("blk.{i}.ffn_norm"), spec.norm_eps)?;
+    let (act, intermediate_size) = match spec.layers[i].ffn {
+        FfnSpec::Gated {
+            act,
+            intermediate_size,
+        } => (act, intermediate_size),
+        FfnSpec::Moe {
+            router,
+            act,
+            intermediate_size,
+        } => return Ok(b.moe(h, &format!("blk.{i}"), router, act, intermediate_size)?),
+    };
     let gate = b.linear_to(h, &format!("blk.{i}.ffn_gate"), intermediate_size)?;
     let up = b.linear_to(h, &format!("blk.{i}.ffn_up"), intermediate_size)?;
     let h = b.glu(gate, up, act, &format!("blk.{i}.ffn_glu"))?;

@@ -6,7 +6,7 @@
 
 use dynair::op::{Activation, RopeStyle};
 
-use super::{Family, FfnSpec, Metadata, ModelSpec, NormPlacement, decoder};
+use super::{Family, Metadata, ModelSpec, NormPlacement, decoder};
 use crate::error::{Error, Result};
 
 /// The family.
@@ -55,8 +55,7 @@ pub(super) fn gemma(meta: &dyn Metadata, m: &mut ModelSpec, layers_27b: usize) {
     let given = meta.f32(&format!("{}.attention.scale", meta.arch())).is_some();
     for layer in &mut m.layers {
         layer.norms = NormPlacement::PreAndPost;
-        let FfnSpec::Gated { act, .. } = &mut layer.ffn;
-        *act = Activation::GeluTanh;
+        *layer.ffn.act_mut() = Activation::GeluTanh;
         if is_27b && !given {
             layer.attn.scale = 1.0 / (m.hidden_size as f32 / layer.attn.num_heads as f32).sqrt();
         }

@@ -10,13 +10,16 @@ pub mod decoder;
 mod gemma2;
 mod gemma3;
 mod gguf;
+mod granite;
+mod granitemoe;
 mod llama;
 mod qwen2;
 mod qwen3;
+mod qwen3moe;
 #[cfg(test)]
 mod tests;
 
-use dynair::op::{Activation, AttnSpec, RopeSpec};
+use dynair::op::{Activation, AttnSpec, RopeSpec, RouterSpec};
 use dynair::{Graph, GraphBuilder, TensorIndex};
 
 use crate::error::{Error, Result};
@@ -67,6 +70,9 @@ pub const FAMILIES: &[Family] = &[
     qwen3::FAMILY,
     gemma2::FAMILY,
     gemma3::FAMILY,
+    qwen3moe::FAMILY,
+    granite::FAMILY,
+    granitemoe::FAMILY,
 ];
 
 /// Structure of a decoder-only transformer.
@@ -126,6 +132,23 @@ pub enum FfnSpec {
         /// Rows of gate and up.
         intermediate_size: usize,
     },
+    /// The same of several experts each, chosen and weighted row by row by a router.
+    Moe {
+        /// Which experts a row uses.
+        router: RouterSpec,
+        /// The non-linearity.
+        act: Activation,
+        /// Rows of an expert's gate and up.
+        intermediate_size: usize,
+    },
+}
+
+impl FfnSpec {
+    /// Its non-linearity.
+    fn act_mut(&mut self) -> &mut Activation {
+        let (FfnSpec::Gated { act, .. } | FfnSpec::Moe { act, .. }) = self;
+        act
+    }
 }
 
 /// Where a layer normalises.

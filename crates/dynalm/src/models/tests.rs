@@ -86,9 +86,23 @@ impl TensorIndex for Made {
         let t = self.0.tensors.iter().find(|t| t.name == name)?;
         Some((t.dtype, t.dims[1..].iter().product(), t.dims[0]))
     }
+
+    fn experts(&self, name: &str) -> usize {
+        let t = self.0.tensors.iter().find(|t| t.name == name);
+        t.and_then(|t| t.dims.get(2)).copied().unwrap_or(1)
+    }
 }
 
-const FAMILY_NAMES: [&str; 5] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"];
+const FAMILY_NAMES: [&str; 8] = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "qwen3moe",
+    "granite",
+    "granitemoe",
+];
 
 #[test]
 fn every_family_uses_every_tensor_of_its_checkpoint() {
@@ -342,4 +356,98 @@ fn gemma3_has_five_local_layers_to_one_global() {
         .set(pattern, Meta::I32s(vec![0, 1]))
         .refused();
     assert!(short.contains(pattern), "{short}");
+}
+
+#[test]
+fn granite_scales_are_read() {
+    for name in ["granite", "granitemoe"] {
+        let made = || Made::new(name, "F16");
+        let key = |suffix: &str| format!("{name}.{suffix}");
+        let scaled = made()
+            .set(&key("embedding_scale"), Meta::F32(12.0))
+            .set(&key("residual_scale"), Meta::F32(0.22))
+            .set(&key("attention.scale"), Meta::F32(0.015_625))
+            .set(&key("logit_scale"), Meta::F32(8.0));
+        let spec = scaled.spec().expect("supported");
+        assert_eq!(
+            (spec.embed_scale, spec.residual_scale, spec.logit_scale),
+            (12.0, 0.22, 0.125)
+        );
+        assert!(spec.layers.iter().all(|l| l.attn.scale == 0.015_625));
+        assert_eq!(spec.layers[0].rope.expect("rope").style, RopeStyle::Interleaved);
+        let plain = made().without(&key("residual_scale")).spec().expect("supported");
+        assert_eq!(plain.residual_scale, 1.0);
+        for suffix in ["embedding_scale", "residual_scale", "logit_scale"] {
+            let error = made().set(&key(suffix), Meta::F32(0.0)).refused();
+            assert!(
+                error.contains(&key(suffix)) && error.contains("positive"),
+                "{error}"
+            );
+        }
+    }
+    let without = Made::new("granite", "F16").set("granite.rope.scaling.finetuned", Meta::Bool(false));
+    assert!(
+        without
+            .spec()
+            .expect("supported")
+            .layers
+            .iter()
+            .all(|l| l.rope.is_none())
+    );
+}
+
+#[test]
+fn experts_are_read_or_refused_by_name() {
+    for (name, experts, used) in [("granitemoe", 6, 2), ("qwen3moe", 8, 3)] {
+        let made = || Made::new(name, "F16");
+        let key = |suffix: &str| format!("{name}.{suffix}");
+        for layer in made().spec().expect("supported").layers {
+            let FfnSpec::Moe { router, .. } = layer.ffn else {
+                panic!("{name} has experts");
+            };
+            assert_eq!((router.experts, router.experts_used), (experts, used));
+        }
+        let sized = made().set(&key("expert_feed_forward_length"), Meta::U32(96));
+        assert!(matches!(
+            sized.spec().expect("supported").layers[0].ffn,
+            FfnSpec::Moe {
+                intermediate_size: 96,
+                ..
+            }
+        ));
+        let error = build(&sized, &sized).expect_err("refused").to_string();
+        assert!(
+            error.contains("`blk.0.ffn_gate_exps.weight` has shape F16["),
+            "{error}"
+        );
+        for (suffix, bad) in [
+            ("expert_count", 0),
+            ("expert_used_count", 0),
+            ("expert_used_count", experts as u32 + 1),
+            ("expert_shared_count", 1),
+            ("expert_gating_func", 2),
+            ("expert_group_count", 4),
+        ] {
+            let error = made().set(&key(suffix), Meta::U32(bad)).refused();
+            assert!(error.contains(&key(suffix)), "{error}");
+        }
+        let error = made().without(&key("expert_used_count")).refused();
+        assert!(error.contains(&key("expert_used_count")), "{error}");
+        // The same number of rows, stacked otherwise.
+        let mut other = made();
+        for t in other
+            .0
+            .tensors
+            .iter_mut()
+            .filter(|t| t.name.ends_with("ffn_up_exps.weight"))
+        {
+            t.dims[1] *= 2;
+            t.dims[2] /= 2;
+        }
+        let error = build(&other, &other).expect_err("refused").to_string();
+        assert!(
+            error.contains("`blk.0.ffn_up_exps.weight` has shape F16["),
+            "{error}"
+        );
+    }
 }

@@ -247,7 +247,7 @@ pub fn catalog() -> &'static [Entry] {
 
 /// Catalogue names whose architecture this build does not run yet, and that architecture. They are refused before
 /// anything is fetched.
-const NOT_YET: &[(&str, &str)] = &[("granite3.1-moe:1b", "granitemoe"), ("phi3.5:3.8b", "phi3")];
+const NOT_YET: &[(&str, &str)] = &[("phi3.5:3.8b", "phi3")];
 
 impl Entry {
     /// The architecture that keeps this build from running the model, if one does.

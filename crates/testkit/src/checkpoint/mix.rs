@@ -101,7 +101,7 @@ impl Mix {
             None => self.base,
             Some(_) if name == "output.weight" || tied && name == "token_embd.weight" => Q6_K,
             Some(size) if is("attn_v.") => self.values(size, layer, layers),
-            Some(size) if is("ffn_down.") => self.down(size, layer, layers),
+            Some(size) if is("ffn_down.") || is("ffn_down_exps.") => self.down(size, layer, layers),
             Some(Size::Medium) if is("attn_output.") && self.base == Q3_K => Q4_K,
             Some(Size::Large) if is("attn_output.") => Q5_K,
             Some(_) => self.base,

@@ -25,7 +25,7 @@ mod shape;
 mod tests;
 
 pub use mix::Mix;
-pub use shape::{ModelShape, Rope, SHAPES};
+pub use shape::{Experts, ModelShape, Rope, SHAPES, Scales};
 
 use crate::random::Random;
 use crate::vocab::Vocab;
@@ -64,7 +64,7 @@ pub struct TensorSpec {
     pub name: String,
     /// Type of its elements.
     pub dtype: DType,
-    /// Row length first: `[cols]` or `[cols, rows]`.
+    /// Row length first: `[cols]`, `[cols, rows]` or `[cols, rows, experts]`.
     pub dims: Vec<usize>,
     /// Its values.
     pub fill: Fill,
@@ -127,7 +127,7 @@ pub fn make(shape: &ModelShape, mix: Mix, seed: u64, vocab: &Vocab) -> Checkpoin
     }
 }
 
-/// A tiny checkpoint of `family` (`llama`, `qwen2`, `qwen3`, `gemma2`, `gemma3`) with the built-in vocabulary.
+/// A tiny checkpoint of `family` (`llama`, `qwen3moe`, …) with the built-in vocabulary.
 ///
 /// # Panics
 /// If there is no tiny shape of that family.
@@ -166,6 +166,20 @@ fn metadata(shape: &ModelShape, mix: Mix, vocab_size: usize) -> Vec<(String, Met
         set("rope.scaling.type", Meta::Str("linear".into()));
         set("rope.scaling.factor", Meta::F32(factor));
     }
+    if let Some(experts) = shape.experts {
+        set("expert_count", count(experts.count));
+        set("expert_used_count", count(experts.used));
+        // Granite's files have the size of an expert as `feed_forward_length` alone.
+        if experts.ffn_size != shape.ffn_size {
+            set("expert_feed_forward_length", count(experts.ffn_size));
+        }
+    }
+    if let Some(scales) = shape.scales {
+        set("embedding_scale", Meta::F32(scales.embedding));
+        set("residual_scale", Meta::F32(scales.residual));
+        set("attention.scale", Meta::F32(scales.attention));
+        set("logit_scale", Meta::F32(scales.logit));
+    }
     if let Some(window) = shape.window_tokens {
         set("attention.sliding_window", count(window));
     }
@@ -187,7 +201,8 @@ struct Tensors<'a> {
 impl Tensors<'_> {
     fn model(&mut self, vocab_size: usize) {
         let s = self.shape;
-        let embed_std = LOGIT_STD / (s.hidden_size as f32).sqrt();
+        let logit = s.scales.map_or(1.0, |s| s.logit);
+        let embed_std = LOGIT_STD * logit / (s.hidden_size as f32).sqrt();
         self.matrix("token_embd", s.hidden_size, vocab_size, embed_std);
         if let Rope::Llama3 {
             factor,
@@ -219,11 +234,18 @@ impl Tensors<'_> {
             s.num_heads * s.head_dim,
             s.num_kv_heads * s.head_dim,
         );
-        let qk_norm = matches!(s.arch, "qwen3" | "gemma3");
+        let qk_norm = matches!(s.arch, "qwen3" | "gemma3" | "qwen3moe");
         let unit = 1.0 / (hidden as f32).sqrt();
         // What one branch adds, when the sum of all 2 * layers has the deviation wanted. A gated branch has a
         // deviation of 0.6 and averaged values less than 1 before the projection, which BRANCHES_STD allows for.
-        let branch = BRANCHES_STD / (2.0 * s.layers as f32).sqrt();
+        let mut branch = BRANCHES_STD / (2.0 * s.layers as f32).sqrt();
+        // Scores of a deviation above one: attention that prefers some positions clearly.
+        let mut scores = 1.5 * unit;
+        if let Some(scales) = s.scales {
+            // As without scales, relative to the embedding that the branches are added to.
+            branch *= scales.embedding * scales.logit / scales.residual;
+            scores /= (scales.attention * (s.head_dim as f32).sqrt()).sqrt();
+        }
         // Gemma scales the embedding up to LOGIT_STD, so its branches must be greater by the same.
         let post = branch * (hidden as f32).sqrt() * 0.5;
         let name = |part: &str| format!("blk.{}.{part}", self.layer);
@@ -238,12 +260,10 @@ impl Tensors<'_> {
         .map(name);
         let [attn_norm, q_norm, k_norm, post_attention, ffn_norm, post_ffw] = &names;
         let [q, k, v, output] = ["attn_q", "attn_k", "attn_v", "attn_output"].map(name);
-        let [gate, up, down] = ["ffn_gate", "ffn_up", "ffn_down"].map(name);
 
         self.vector(attn_norm, hidden, 1.0, 0.1);
-        // Scores of a deviation above one: attention that prefers some positions clearly.
-        self.matrix(&q, hidden, queries, 1.5 * unit);
-        self.matrix(&k, hidden, keys, 1.5 * unit);
+        self.matrix(&q, hidden, queries, scores);
+        self.matrix(&k, hidden, keys, scores);
         self.matrix(&v, hidden, keys, unit);
         if s.arch == "qwen2" {
             for (name, n) in [(&q, queries), (&k, keys), (&v, keys)] {
@@ -260,20 +280,53 @@ impl Tensors<'_> {
             self.vector(post_attention, hidden, post, 0.1 * post);
         }
         self.vector(ffn_norm, hidden, 1.0, 0.1);
-        self.matrix(&gate, hidden, s.ffn_size, unit);
-        self.matrix(&up, hidden, s.ffn_size, unit);
-        self.matrix(&down, s.ffn_size, hidden, scaled(s.ffn_size));
+        self.feed_forward(unit, &scaled);
         if s.is_gemma() {
             self.vector(post_ffw, hidden, post, 0.1 * post);
         }
     }
 
+    /// Gate, up and down, of one network or of each expert; `scaled` gives the deviation of a branch's last projection.
+    fn feed_forward(&mut self, unit: f32, scaled: &dyn Fn(usize) -> f32) {
+        let (s, layer) = (self.shape, self.layer);
+        let [gate, up, down] = ["gate", "up", "down"].map(|part| format!("blk.{layer}.ffn_{part}"));
+        let Some(experts) = s.experts else {
+            self.matrix(&gate, s.hidden_size, s.ffn_size, unit);
+            self.matrix(&up, s.hidden_size, s.ffn_size, unit);
+            self.matrix(&down, s.ffn_size, s.hidden_size, scaled(s.ffn_size));
+            return;
+        };
+        let (n, size) = (experts.count, experts.ffn_size);
+        // Routers are kept in F32. A row prefers some experts clearly.
+        let router = Fill::Normal {
+            mean: 0.0,
+            std: 2.0 * unit,
+        };
+        self.push(
+            format!("blk.{layer}.ffn_gate_inp.weight"),
+            DType::F32,
+            vec![s.hidden_size, n],
+            router,
+        );
+        self.stacked(&format!("{gate}_exps"), [s.hidden_size, size, n], unit);
+        self.stacked(&format!("{up}_exps"), [s.hidden_size, size, n], unit);
+        self.stacked(&format!("{down}_exps"), [size, s.hidden_size, n], scaled(size));
+    }
+
     fn matrix(&mut self, name: &str, cols: usize, rows: usize, std: f32) {
+        self.weight(name, vec![cols, rows], std);
+    }
+
+    fn stacked(&mut self, name: &str, dims: [usize; 3], std: f32) {
+        self.weight(name, dims.to_vec(), std);
+    }
+
+    fn weight(&mut self, name: &str, dims: Vec<usize>, std: f32) {
         let name = format!("{name}.weight");
         let dtype = self
             .mix
-            .dtype(&name, cols, self.layer, self.shape.layers, self.shape.tied);
-        self.push(name, dtype, vec![cols, rows], Fill::Normal { mean: 0.0, std });
+            .dtype(&name, dims[0], self.layer, self.shape.layers, self.shape.tied);
+        self.push(name, dtype, dims, Fill::Normal { mean: 0.0, std });
     }
 
     fn vector(&mut self, name: &str, n: usize, mean: f32, std: f32) {

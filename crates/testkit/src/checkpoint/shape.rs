@@ -50,6 +50,34 @@ pub struct ModelShape {
     pub tied: bool,
     /// Sliding window of the local layers, for families that have them.
     pub window_tokens: Option<usize>,
+    /// Experts of each layer, for families that have them.
+    pub experts: Option<Experts>,
+    /// Scales, for families that have them.
+    pub scales: Option<Scales>,
+}
+
+/// A mixture of experts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Experts {
+    /// How many there are.
+    pub count: usize,
+    /// How many a row uses.
+    pub used: usize,
+    /// Width of the feed-forward network of each.
+    pub ffn_size: usize,
+}
+
+/// Granite's scales.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scales {
+    /// Multiplies the embeddings.
+    pub embedding: f32,
+    /// Multiplies each branch before it is added.
+    pub residual: f32,
+    /// Multiplies the scores.
+    pub attention: f32,
+    /// What logits are divided by.
+    pub logit: f32,
 }
 
 const LLAMA: ModelShape = ModelShape {
@@ -68,6 +96,8 @@ const LLAMA: ModelShape = ModelShape {
     vocab_size: 128_256,
     tied: true,
     window_tokens: None,
+    experts: None,
+    scales: None,
 };
 const LLAMA3_2: Rope = Rope::Llama3 {
     factor: 32.0,
@@ -109,6 +139,25 @@ const GEMMA3: ModelShape = ModelShape {
     window_tokens: Some(512),
     ..GEMMA2
 };
+const GRANITE: ModelShape = ModelShape {
+    arch: "granite",
+    rope_theta: 1e7,
+    vocab_size: 49_155,
+    scales: Some(Scales {
+        embedding: 12.0,
+        residual: 0.22,
+        attention: 0.015_625,
+        logit: 8.0,
+    }),
+    ..LLAMA
+};
+/// Scales that differ from each other and from those a model without them has.
+const TINY_SCALES: Option<Scales> = Some(Scales {
+    embedding: 6.0,
+    residual: 0.4,
+    attention: 0.1,
+    logit: 4.0,
+});
 /// Dimensions all tiny shapes start from: sizes that differ from each other, so that a swapped pair shows, and rows of
 /// whole blocks of every type.
 const TINY: ModelShape = ModelShape {
@@ -196,6 +245,48 @@ pub const SHAPES: &[ModelShape] = &[
         "smollm2-135m",
         [30, 576, 1536, 9, 3, 64],
     ),
+    dims(
+        ModelShape {
+            arch: "qwen3moe",
+            tied: false,
+            experts: Some(Experts {
+                count: 128,
+                used: 8,
+                ffn_size: 768,
+            }),
+            ..QWEN3
+        },
+        "qwen3-30b-a3b",
+        [48, 2048, 6144, 32, 4, 128],
+    ),
+    dims(
+        ModelShape {
+            rope_theta: 5e6,
+            ..GRANITE
+        },
+        "granite3.1-2b",
+        [40, 2048, 8192, 32, 8, 64],
+    ),
+    dims(
+        ModelShape {
+            arch: "granitemoe",
+            rope_theta: 1.5e6,
+            experts: Some(Experts {
+                count: 32,
+                used: 8,
+                ffn_size: 512,
+            }),
+            scales: Some(Scales {
+                embedding: 12.0,
+                residual: 0.22,
+                attention: 0.015_625,
+                logit: 6.0,
+            }),
+            ..GRANITE
+        },
+        "granite3.1-1b-a400m",
+        [24, 1024, 512, 16, 8, 64],
+    ),
     dims(GEMMA2, "gemma2-2b", [26, 2304, 9216, 8, 4, 256]),
     dims(GEMMA3, "gemma3-270m", [18, 640, 2048, 4, 1, 256]),
     dims(GEMMA3, "gemma3-1b", [26, 1152, 6912, 4, 1, 256]),
@@ -232,6 +323,39 @@ pub const SHAPES: &[ModelShape] = &[
         arch: "qwen3",
         norm_eps: 1e-6,
         rope_theta: 1e6,
+        ..TINY
+    },
+    // Rows of the down projections are no whole blocks of the K types, those of the others are.
+    ModelShape {
+        name: "tiny-granitemoe",
+        arch: "granitemoe",
+        ffn_size: 64,
+        experts: Some(Experts {
+            count: 6,
+            used: 2,
+            ffn_size: 64,
+        }),
+        scales: TINY_SCALES,
+        ..TINY
+    },
+    // And the other way round.
+    ModelShape {
+        name: "tiny-qwen3moe",
+        arch: "qwen3moe",
+        hidden_size: 128,
+        norm_eps: 1e-6,
+        rope_theta: 1e6,
+        experts: Some(Experts {
+            count: 8,
+            used: 3,
+            ffn_size: 256,
+        }),
+        ..TINY
+    },
+    ModelShape {
+        name: "tiny-granite",
+        arch: "granite",
+        scales: TINY_SCALES,
         ..TINY
     },
     // Local and global layers alternate; the window is short enough for a test to pass beyond it.

@@ -2,7 +2,16 @@
 
 use super::*;
 
-const FAMILIES: [&str; 5] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"];
+const FAMILIES: [&str; 8] = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "qwen3moe",
+    "granite",
+    "granitemoe",
+];
 
 fn all_bytes(checkpoint: &Checkpoint) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -82,6 +91,9 @@ fn real_shapes_have_their_published_number_of_parameters() {
         ("gemma3-270m", 268.1),
         ("gemma3-1b", 999.9),
         ("gemma3-4b", 3880.0),
+        ("qwen3-30b-a3b", 30_532.1),
+        ("granite3.1-2b", 2533.5),
+        ("granite3.1-1b-a400m", 1334.6),
     ] {
         let shape = ModelShape::named(name).unwrap();
         let vocab = Vocab {
@@ -150,6 +162,27 @@ fn families_have_their_own_tensors_and_keys() {
     let qwen2 = tiny("qwen2", f32_mix, 0);
     assert!(has(&qwen2, "blk.1.attn_k.bias") && !has(&qwen2, "output.weight"));
     assert!(has(&tiny("qwen3", f32_mix, 0), "blk.1.attn_k_norm.weight"));
+    let moe = tiny("granitemoe", Mix::named("Q4_K_M").unwrap(), 0);
+    let stacked = moe
+        .tensors
+        .iter()
+        .find(|t| t.name == "blk.1.ffn_up_exps.weight")
+        .unwrap();
+    assert_eq!(
+        (stacked.dims.as_slice(), stacked.dtype.name()),
+        (&[256, 64, 6][..], "Q4_K")
+    );
+    let router = moe
+        .tensors
+        .iter()
+        .find(|t| t.name == "blk.1.ffn_gate_inp.weight")
+        .unwrap();
+    assert_eq!(
+        (router.dims.as_slice(), router.dtype),
+        (&[256, 6][..], DType::F32)
+    );
+    assert!(!has(&moe, "blk.1.ffn_up.weight"));
+    assert_eq!(moe.get("granitemoe.expert_used_count"), Some(&Meta::U32(2)));
     let gemma2 = tiny("gemma2", f32_mix, 0);
     assert!(has(&gemma2, "blk.3.post_ffw_norm.weight") && !has(&gemma2, "blk.0.attn_q_norm.weight"));
     assert_eq!(

@@ -23,6 +23,8 @@ pub(crate) unsafe trait Plain: Copy + Send + Sync + 'static {}
 unsafe impl Plain for f32 {}
 // SAFETY: every bit pattern is a valid u8.
 unsafe impl Plain for u8 {}
+// SAFETY: every bit pattern is a valid u32.
+unsafe impl Plain for u32 {}
 
 /// See the module's docs.
 pub(crate) struct SharedMem<T: Plain> {
