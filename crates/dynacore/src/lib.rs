@@ -13,7 +13,9 @@ pub mod mmap;
 pub mod self_test;
 
 pub use buffer::{Buffer, Layout, Tensor, WeightBytes};
-pub use device::{Device, DeviceInfo, Executor, Logits, PhaseTime, StepNote, Ticket, WeightUsage, weight_usage};
+pub use device::{
+    Device, DeviceInfo, Executor, Logits, PhaseTime, StepNote, Ticket, WeightUsage, weight_usage,
+};
 pub use error::{Error, Result};
 pub use kv::{KvGeometry, KvStorage, KvType};
 pub use mmap::MappedFile;

@@ -231,7 +231,7 @@ fn compare(golden: &Golden, path: &Path, mode: Mode, isa: Isa) -> (f32, f32) {
             .to_vec();
     }
     // What tiles may change decides less in the types of two and three bits, whose logits are flat.
-    let least = if tiles {
+    let least = if mode == Mode::Auto && isa == Isa::Amx {
         golden.greedy.len() / 4
     } else {
         golden.greedy.len() / 2

@@ -11,7 +11,7 @@ use dynacore::cpu::isa::Isa;
 use dynacore::cpu::ops::linear;
 use dynacore::cpu::peak::Peak;
 use dynacore::cpu::table::KernelTable;
-use dynacore::{Device, KvType, PhaseTime};
+use dynacore::{Device, PhaseTime};
 use dynair::plan::{Cost, StepSize};
 use dynair::{DType, FusedOp, Operand, Plan, Step, ValueType};
 use serde_json::{Value, json};
@@ -303,11 +303,7 @@ pub(super) fn run(
             } else {
                 tokens.div_ceil(2)
             },
-            kv_bytes: match loading.kv {
-                KvType::F32 => 4,
-                KvType::F16 => 2,
-                KvType::Q8_0 => 1,
-            },
+            kv_block: loading.kv.block(),
         };
         let table = Table {
             model: name,
