@@ -278,8 +278,10 @@ pub fn geometry(graph: &Graph, kind: KvType, block_tokens: usize, blocks: usize)
 /// What `doctor` runs on devices that make products of many rows from tiles.
 pub fn short_tiles() -> Vec<Case> {
     let types = DType::WEIGHTS.into_iter();
-    types
-        .map(|dtype| cases::from_tiles(cases::linear(dtype, 20, 256, 48, cases::Values::Normal)))
+    let linear =
+        types.map(|dtype| cases::from_tiles(cases::linear(dtype, 20, 256, 48, cases::Values::Normal)));
+    linear
+        .chain([cases::wide_attention(&cases::Attention::default())])
         .collect()
 }
 

@@ -77,7 +77,7 @@ fn linear() {
 }
 
 #[test]
-fn linear_from_tiles() {
+fn from_tiles() {
     let auto = |t: &KernelTable| CpuOptions {
         threads: Some(2),
         isa: Some(t.isa.name().into()),

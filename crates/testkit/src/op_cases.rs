@@ -5,6 +5,7 @@ use dynacore::KvType;
 use dynacore::self_test::Case;
 use dynacore::self_test::cases::{
     Attention, Experts, Values, attention, elementwise, experts, from_tiles, linear, norm, rope, rope_scaled,
+    wide_attention,
 };
 use dynair::{DType, ExpertWeights, RopeScaling, RopeStyle};
 
@@ -73,6 +74,12 @@ pub fn tile_cases() -> Vec<Case> {
             all.push(from_tiles(linear(dtype, n, k, m, Values::Normal)));
         }
     }
+    all.extend(attention_shapes().iter().map(wide_attention));
+    // Scores of about 80: with keys of 8 bits they would be off by so much that other tokens win.
+    all.push(wide_attention(&Attention {
+        keys: 64.0,
+        ..Attention::default()
+    }));
     all
 }
 
@@ -123,6 +130,10 @@ pub fn expert_cases() -> Vec<Case> {
 
 /// Attention over the paged cache: head sizes, groups, windows, caps, cache types, chunk boundaries.
 pub fn attention_cases() -> Vec<Case> {
+    attention_shapes().iter().map(attention).collect()
+}
+
+fn attention_shapes() -> Vec<Attention> {
     let base = Attention::default();
     let mut all = Vec::new();
     for head_dim in [8, 20, 40, 64, 72, 80, 96, 128, 256] {
@@ -189,7 +200,7 @@ pub fn attention_cases() -> Vec<Case> {
         kind: KvType::F32,
         ..base
     });
-    all.iter().map(attention).collect()
+    all
 }
 
 /// Every case.

@@ -264,11 +264,12 @@ impl CpuExecutor {
     fn begin(&mut self, batch: &BatchMeta, timed: bool) -> Result<Step> {
         let inner = &self.inner;
         let workers = inner.scratch.len();
+        let wide = inner.tiles && linear::has_tiles(inner.table);
         let items: Vec<Items> = inner
             .program
             .classes
             .iter()
-            .map(|class| Items::new(class, batch, workers))
+            .map(|class| Items::new(class, batch, workers, wide))
             .collect();
         let parts = items.iter().map(|i| i.part_elements).max().unwrap_or(0);
         if parts > self.parts.len() {
@@ -664,7 +665,15 @@ impl Step {
             let out = *out;
             move |row: usize, column: usize, values: &[f32]| {
                 let at = out.at + row * out.width + column;
-                inner.arena.write(at..at + values.len()).copy_from_slice(values);
+                let to = inner.arena.write(at..at + values.len());
+                // Of a length the compiler knows, almost always.
+                match (
+                    to.first_chunk_mut(),
+                    values.first_chunk::<{ linear::COLUMN_ALIGN }>(),
+                ) {
+                    (Some(to), Some(values)) => *to = *values,
+                    _ => to.copy_from_slice(values),
+                }
             }
         };
         let form = "lowering checked the weight's form";

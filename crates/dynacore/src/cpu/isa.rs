@@ -18,7 +18,7 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL and VNNI (and all of [`Isa::Avx2`]).
     Avx512,
-    /// [`Isa::Avx512`] with BF16 and FP16, and AMX tiles of bf16 that the system lets this process use.
+    /// [`Isa::Avx512`] with DQ, BF16 and FP16, and AMX tiles of bf16 that the system lets this process use.
     Amx,
 }
 
@@ -57,6 +57,7 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => {
                 Isa::Avx512.available()
+                    && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512bf16")
                     && is_x86_feature_detected!("avx512fp16")
                     && super::kernels::amx::permitted()

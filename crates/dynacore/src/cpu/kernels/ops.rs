@@ -34,6 +34,8 @@ macro_rules! each_kernel {
             fn rope(style: RopeStyle, x: &[f32], cos: &[f32], sin: &[f32], y: &mut [f32]) = generic::rope::rope;
             /// One row of the cache, encoded.
             fn store_row(kind: KvType, x: &[f32], out: &mut [u8]) = generic::kv::store_row;
+            /// Rows of the cache, decoded, `stride` elements apart.
+            fn load_rows(kind: KvType, bytes: &[u8], cols: usize, stride: usize, out: &mut [f32]) = generic::kv::load_rows;
             /// Attention of a few lines over a chunk.
             fn attend(chunk: &Chunk<'_>, out: &mut ChunkOut<'_>) = generic::attention::attend;
         }

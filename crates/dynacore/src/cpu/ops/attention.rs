@@ -6,7 +6,13 @@
 //! Where a step has few items (one user, long context), chunks become items of their own, their parts go to memory,
 //! and a second phase merges them in that same order: the split changes who computes, never what.
 //!
+//! Where the table has tiles and the mode allows them, rows of a sequence that make up [`WIDE_FROM`] lines or more go
+//! to [`wide`], which takes many lines together and does all chunks of an item.
+//!
 //! Cost follows each sequence's own length (or window); neither pool size nor other sequences enter.
+
+#[cfg(target_arch = "x86_64")]
+mod wide;
 
 use std::ops::Range;
 
@@ -21,6 +27,16 @@ use crate::cpu::storage::CpuCache;
 /// Below this many items per worker, chunks become items.
 const ITEMS_PER_WORKER: usize = 4;
 
+/// From this many lines of a sequence on, tiles are faster. Measured with `step_profile`.
+const WIDE_FROM: usize = 16;
+
+/// Most lines of an item that is made from tiles: what is done to keys and values once is spread over them, and queries
+/// and sums stay in the second-level cache.
+const WIDE_LINES: usize = 256;
+
+/// Least, where there are more: a block.
+const WIDE_LEAST: usize = 32;
+
 /// Rows of one sequence that are computed together.
 #[derive(Debug, Clone, PartialEq)]
 struct Tile {
@@ -33,6 +49,8 @@ struct Tile {
     chunks: Range<usize>,
     /// Where its parts lie, if its chunks are items: the first element of its first (head, chunk) slot.
     parts: usize,
+    /// Whether it is made from tiles; its chunks are no items then.
+    wide: bool,
 }
 
 /// The work items of one attention class in one step.
@@ -82,14 +100,21 @@ impl Shape {
 }
 
 impl Items {
-    /// The items of a step.
-    pub(crate) fn new(class: &AttnClass, batch: &BatchMeta, workers: usize) -> Items {
+    /// The items of a step; `wide`: whether there are tiles.
+    pub(crate) fn new(class: &AttnClass, batch: &BatchMeta, workers: usize, wide: bool) -> Items {
         let shape = Shape::of(class);
-        let tile_rows = (MAX_LINES / shape.part).max(1);
         let head_parts = class.num_kv_heads * shape.parts;
+        let is_wide = |rows: usize| wide && rows * shape.part >= WIDE_FROM;
+        let wide_rows = batch.seqs.iter().map(|s| s.rows as usize).filter(|n| is_wide(*n));
+        let wide_lines =
+            wide_rows.sum::<usize>() * class.num_kv_heads * shape.group / (ITEMS_PER_WORKER * workers);
+        let wide_lines = (wide_lines / WIDE_LEAST * WIDE_LEAST).clamp(WIDE_LEAST, WIDE_LINES);
         let mut tiles = Vec::new();
         for (seq, span) in batch.seqs.iter().enumerate() {
             let (first, end) = (span.first_row as usize, (span.first_row + span.rows) as usize);
+            let wide = is_wide(end - first);
+            let lines = if wide { wide_lines } else { MAX_LINES };
+            let tile_rows = (lines / shape.part).max(1);
             for start in (first..end).step_by(tile_rows) {
                 let rows = start..end.min(start + tile_rows);
                 let position = batch.positions[start] as usize;
@@ -103,16 +128,17 @@ impl Items {
                     position,
                     chunks,
                     parts: 0,
+                    wide,
                 });
             }
         }
         let split = tiles.len() * head_parts < ITEMS_PER_WORKER * workers
             && workers > 1
-            && tiles.iter().any(|t| t.chunks.len() > 1);
+            && tiles.iter().any(|t| t.chunks.len() > 1 && !t.wide);
         let mut work = Vec::new();
         let mut part_elements = 0;
         for (i, tile) in tiles.iter_mut().enumerate() {
-            if split {
+            if split && !tile.wide {
                 tile.parts = part_elements;
                 part_elements += head_parts * tile.chunks.len() * shape.slot();
                 work.extend(tile.chunks.clone().map(|c| (i, c..c + 1)));
@@ -121,7 +147,7 @@ impl Items {
             }
         }
         // Long items first, so that the last ones to be taken are short.
-        work.sort_by_key(|(_, chunks)| std::cmp::Reverse(chunks.len()));
+        work.sort_by_key(|(tile, chunks)| std::cmp::Reverse(chunks.len() * tiles[*tile].rows.len()));
         Items {
             tiles,
             work,
@@ -154,6 +180,8 @@ pub(crate) struct Scratch {
     rows: Vec<f32>,
     part: Parts,
     total: Parts,
+    #[cfg(target_arch = "x86_64")]
+    wide: wide::Memory,
 }
 
 /// m, l and acc of up to [`MAX_LINES`] lines.
@@ -183,6 +211,8 @@ impl Scratch {
             rows: vec![0.0; block_tokens.min(CHUNK) * stride],
             part: Parts::new(stride),
             total: Parts::new(stride),
+            #[cfg(target_arch = "x86_64")]
+            wide: wide::Memory::default(),
         }
     }
 }
@@ -224,9 +254,14 @@ impl<'a> Layer<'a> {
     /// Item `item` of the first phase. `q` is the element of the arena where the queries begin.
     pub(crate) fn attend(&self, cache: &CpuCache, q: usize, item: usize, scratch: &mut Scratch) {
         let shape = &self.items.shape;
-        let (tile, ref chunks) = self.items.work[item / self.items.head_parts];
-        let head_part = item % self.items.head_parts;
+        // One key/value head after another: a worker meets the same keys and values again while they are near.
+        let (head_part, place) = (item / self.items.work.len(), item % self.items.work.len());
+        let (tile, ref chunks) = self.items.work[place];
         let lines = self.lines(tile, head_part);
+        #[cfg(target_arch = "x86_64")]
+        if lines.tile.wide {
+            return self.attend_wide(cache, q, &lines, &mut scratch.wide);
+        }
         self.load_queries(&lines, q, &mut scratch.q);
         scratch.total.sum = [0.0; MAX_LINES];
         let count = lines.heads * lines.tile.rows.len();
@@ -253,6 +288,9 @@ impl<'a> Layer<'a> {
     /// Item `item` of the merging phase.
     pub(crate) fn merge_item(&self, item: usize, scratch: &mut Scratch) {
         let lines = self.lines(item / self.items.head_parts, item % self.items.head_parts);
+        if lines.tile.wide {
+            return;
+        }
         let count = lines.heads * lines.tile.rows.len();
         scratch.total.sum = [0.0; MAX_LINES];
         for chunk in lines.tile.chunks.clone() {
@@ -286,21 +324,23 @@ impl<'a> Layer<'a> {
     /// Which tokens of `chunk` each line sees.
     fn seen(&self, lines: &Lines<'_>, chunk: usize) -> [(usize, usize); MAX_LINES] {
         let mut seen = [(0, 0); MAX_LINES];
-        let first = chunk * CHUNK;
-        for (line, seen) in seen
-            .iter_mut()
-            .enumerate()
-            .take(lines.heads * lines.tile.rows.len())
-        {
-            let position = lines.tile.position + line / lines.heads;
-            let low = self
-                .spec
-                .sliding_window
-                .map_or(0, |w| (position + 1).saturating_sub(w as usize));
-            let end = (position + 1).min(first + CHUNK).saturating_sub(first);
-            *seen = (low.saturating_sub(first).min(end), end);
+        let count = lines.heads * lines.tile.rows.len();
+        for (line, seen) in seen.iter_mut().enumerate().take(count) {
+            *seen = self.seen_by(lines, chunk, line);
         }
         seen
+    }
+
+    /// Which tokens of `chunk` line `line` sees.
+    fn seen_by(&self, lines: &Lines<'_>, chunk: usize, line: usize) -> (usize, usize) {
+        let first = chunk * CHUNK;
+        let position = lines.tile.position + line / lines.heads;
+        let low = self
+            .spec
+            .sliding_window
+            .map_or(0, |w| (position + 1).saturating_sub(w as usize));
+        let end = (position + 1).min(first + CHUNK).saturating_sub(first);
+        (low.saturating_sub(first).min(end), end)
     }
 
     fn chunk(

@@ -55,13 +55,15 @@ pub fn tiles(table: &KernelTable, n: usize, cols: usize) -> bool {
     has_tiles(table) && n >= TILES_FROM && cols > 0 && cols.is_multiple_of(GROUP)
 }
 
+/// Whether the table has tiles.
 #[cfg(target_arch = "x86_64")]
-fn has_tiles(table: &KernelTable) -> bool {
+pub(crate) fn has_tiles(table: &KernelTable) -> bool {
     table.tiles.is_some()
 }
 
+/// Whether the table has tiles.
 #[cfg(not(target_arch = "x86_64"))]
-fn has_tiles(_: &KernelTable) -> bool {
+pub(crate) fn has_tiles(_: &KernelTable) -> bool {
     false
 }
 
@@ -307,51 +309,50 @@ impl<const W: usize> Product<'_, W> {
     ) {
         let cols = self.weights[0].cols();
         let groups = columns.start / ROWS..columns.end.div_ceil(ROWS);
-        let weights = self.weights.map(|weight| {
-            let packed = groups
-                .clone()
-                .map(|g| weight.group(g).expect("tiles() saw packed groups"));
-            packed.collect::<Vec<&[u8]>>()
-        });
+        // Those that are finished together follow each other.
+        let weights: Vec<_> = groups
+            .clone()
+            .flat_map(|g| self.weights.map(|weight| row_group(kernels, weight, g)))
+            .collect();
         let block = amx::block_rows(cols);
-        TILE_BUFFERS.with_borrow_mut(|(panel, sums)| {
+        TILE_BUFFERS.with_borrow_mut(|buffers| {
             for first in (0..n).step_by(block) {
                 let m = block.min(n - first);
                 let padded = m.next_multiple_of(TILE_ROWS);
                 let at = |row: usize| row / TILE_ROWS * tile_bytes(cols);
-                let x = &tiles[at(first)..at(first + padded)];
-                let each = groups.len() * padded;
-                // Aligned to lines, which tiles are stored as.
-                sums.resize((W * each + 1) * ROWS, 0.0);
-                let start = sums.as_ptr().align_offset(64);
-                let sums = &mut sums[start..start + W * each * ROWS].as_chunks_mut().0;
-                for (i, sums) in sums.chunks_exact_mut(each.max(1)).enumerate() {
-                    let args = amx::TileArgs {
-                        weights: &weights[i],
-                        scales: &self.weights[i].tile_scales()[groups.clone()],
-                        dtype: self.weights[i].dtype(),
-                        cols,
-                        x,
-                    };
-                    // SAFETY: a table with these kernels is handed out only if the CPU has its instruction set and
-                    // the system permits tiles; the groups were packed for this type and width.
-                    unsafe { amx::product(kernels, &args, panel, sums) };
-                }
-                for (i, group) in groups.clone().enumerate() {
-                    let mut parts = sums.chunks_exact_mut(each);
-                    let acc = std::array::from_fn(|_| {
-                        let part = parts.next().expect("sums hold W parts");
-                        &mut part[i * padded..i * padded + m]
-                    });
-                    done(first, group * ROWS, acc);
-                }
+                let args = amx::TileArgs {
+                    weights: &weights,
+                    cols,
+                    x: &tiles[at(first)..at(first + padded)],
+                };
+                let finish = |number: usize, sums: &mut [[f32; ROWS]]| {
+                    for (i, sums) in sums.chunks_exact_mut(W * padded).enumerate() {
+                        let mut parts = sums.chunks_exact_mut(padded);
+                        let acc = std::array::from_fn(|_| &mut parts.next().expect("W parts of sums")[..m]);
+                        done(first, (groups.start + number / W + i) * ROWS, acc);
+                    }
+                };
+                // SAFETY: a table with these kernels is handed out only if the CPU has its instruction set and the
+                // system permits tiles; the groups were packed for their types and this width; `done` finishes outputs
+                // and makes no products.
+                unsafe { amx::product(&args, buffers, finish) };
             }
         });
+    }
+}
+
+/// A row group of a weight that [`Product::tiles`] has seen.
+#[cfg(target_arch = "x86_64")]
+fn row_group<'a>(kernels: &amx::TileKernels, weight: &'a PackedLinear, group: usize) -> amx::RowGroup<'a> {
+    amx::RowGroup {
+        packed: weight.group(group).expect("the weight is packed"),
+        scales: weight.tile_scales()[group],
+        expand: kernels.expand[slot(weight.dtype())].expect("the type has tiles"),
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 thread_local! {
     /// A worker's panel and sums: they are large, and every product needs them.
-    static TILE_BUFFERS: std::cell::RefCell<(Vec<amx::Line>, Vec<f32>)> = const { std::cell::RefCell::new((Vec::new(), Vec::new())) };
+    static TILE_BUFFERS: std::cell::RefCell<amx::Buffers> = const { std::cell::RefCell::new(amx::Buffers::new()) };
 }

@@ -19,19 +19,25 @@
 //! ```text
 //! for each chunk of K                      so that its tiles of x stay in the second-level cache
 //!     for each two row groups              32 outputs (few rows of x: first these, then the chunks)
-//!         expand their weights             a panel in the nearer caches
-//!         for each 32 rows of x            2 x 2 accumulators of 16 x 16
+//!         for each panel of the chunk      so that it stays in the nearest cache
+//!             expand the weights
+//!             for each 32 rows of x        2 x 2 accumulators of 16 x 16
 //! ```
+//!
+//! A tile product takes 16 cycles, the loads of its operands 8 from the nearest cache and 20 from the next: one operand
+//! at most may come from there.
 
+pub(crate) mod attention;
 pub(crate) mod expand;
 
 use std::arch::asm;
+use std::arch::x86_64::*;
 use std::ops::Range;
 use std::sync::OnceLock;
 
 use self::expand::{ExpandFn, Scales};
 use super::{GROUP, ROWS};
-use crate::cpu::table::{KernelTable, slot};
+use crate::cpu::table::KernelTable;
 use dynair::DType;
 
 /// Rows of activations in a tile.
@@ -40,14 +46,16 @@ pub(crate) const TILE_ROWS: usize = 16;
 /// Bytes of a tile, of either operand or of sums.
 pub(crate) const TILE: usize = 1024;
 
-/// Groups of K of a panel when few rows pass it: with its sums and activations it stays in the nearest cache.
-const SHORT: usize = 8;
+/// Groups of K of a panel, whole blocks of every type: with its activations and sums it stays in the nearest cache.
+const PANEL: usize = 8;
 
-/// Groups of K of a panel otherwise: long, because sums are fetched and put back for each chunk.
-const LONG: usize = 48;
+/// Groups of K of a chunk, whole panels: long, because all sums are fetched and put back for each chunk.
+const CHUNK: usize = 48;
 
-/// Most rows for which a panel is [`SHORT`].
+/// Most rows for which weights stream, each row group from its start to its end.
 const FEW: usize = 32;
+
+const _: () = assert!(PANEL.is_multiple_of(8) && CHUNK.is_multiple_of(PANEL));
 
 /// Bytes of activations that pass a panel before the next is expanded: about half a second-level cache.
 const BLOCK_BYTES: usize = 800 << 10;
@@ -63,7 +71,7 @@ pub(crate) static TABLE: KernelTable = KernelTable {
 pub(crate) struct TileKernels {
     /// Rounds up to [`TILE_ROWS`] rows of activations into tiles.
     pub(crate) prepare: PrepareTilesFn,
-    /// By [`slot`]; a type without one takes the other path.
+    /// By [`slot`](crate::cpu::table::slot); a type without one takes the other path.
     pub(crate) expand: [Option<ExpandFn>; DType::WEIGHTS.len()],
 }
 
@@ -105,99 +113,107 @@ fn request() -> bool {
 
 /// Rows of activations that pass a panel before the next is expanded: whole pairs of tiles.
 pub(crate) fn block_rows(cols: usize) -> usize {
-    let chunk = (cols / GROUP).clamp(1, LONG) * GROUP;
+    let chunk = (cols / GROUP).clamp(1, CHUNK) * GROUP;
     (BLOCK_BYTES / (2 * chunk) / 32 * 32).max(128)
 }
 
-/// Row groups of one weight and the tiles they meet.
+/// A row group of a weight.
+#[derive(Clone, Copy)]
+pub(crate) struct RowGroup<'a> {
+    /// Its packed bytes.
+    pub(crate) packed: &'a [u8],
+    pub(crate) scales: Scales,
+    /// The kernel of its type.
+    pub(crate) expand: ExpandFn,
+}
+
+/// Row groups and the tiles they meet.
 pub(crate) struct TileArgs<'a> {
-    /// The packed bytes of each row group.
-    pub(crate) weights: &'a [&'a [u8]],
-    /// The scales of each row group.
-    pub(crate) scales: &'a [Scales],
-    /// Their type.
-    pub(crate) dtype: DType,
+    /// Each two of them, which are taken together, and perhaps a last one.
+    pub(crate) weights: &'a [RowGroup<'a>],
     /// K, a multiple of 32.
     pub(crate) cols: usize,
     /// Prepared activations, [`rows_bytes`] for each 16 rows, aligned to 64 bytes for speed.
     pub(crate) x: &'a [u8],
 }
 
-/// Multiplies row groups with all rows of activations: writes `sums[row groups][m][16]`, m rounded up to tiles.
+/// A worker's own memory.
+pub(crate) struct Buffers {
+    panel: Vec<Line>,
+    sums: Vec<Line>,
+}
+
+impl Buffers {
+    /// Nothing yet.
+    pub(crate) const fn new() -> Buffers {
+        Buffers {
+            panel: Vec::new(),
+            sums: Vec::new(),
+        }
+    }
+}
+
+/// Multiplies row groups with all rows of activations. `done(first, sums)` takes the products of each two row groups,
+/// the first of which is number `first`, as soon as they are there: `[row groups][m][16]`, m rounded up to tiles.
 ///
 /// # Panics
-/// If the lengths do not agree or the table cannot expand the type.
+/// If the lengths do not agree.
 ///
 /// # Safety
 /// The CPU has the table's instruction set and [`permitted`] was true; each of the weights is a row group of `cols`
-/// columns of the type.
+/// columns of its kernel's type; `done` uses no tiles.
 pub(crate) unsafe fn product(
-    kernels: &TileKernels,
     args: &TileArgs<'_>,
-    panel: &mut Vec<Line>,
-    sums: &mut [[f32; ROWS]],
+    buffers: &mut Buffers,
+    mut done: impl FnMut(usize, &mut [[f32; ROWS]]),
 ) {
     let groups = args.cols / GROUP;
     let rows_bytes = rows_bytes(args.cols);
     let tiles = args.x.len() / rows_bytes;
     assert!(
-        args.cols.is_multiple_of(GROUP) && args.x.len() == tiles * rows_bytes,
+        args.cols.is_multiple_of(GROUP) && groups > 0 && args.x.len() == tiles * rows_bytes,
         "whole tiles"
     );
     let rows = tiles * TILE_ROWS;
-    assert!(
-        sums.len() == args.weights.len() * rows && args.scales.len() == args.weights.len(),
-        "a sum per output, scales per row group"
-    );
-    let expand = kernels.expand[slot(args.dtype)].expect("the caller asked for a type with tiles");
-    let chunk = if rows <= FEW { SHORT } else { LONG };
-    panel.resize(2 * chunk.min(groups) * TILE / size_of::<Line>(), Line([0; 64]));
-    sums.fill([0.0; ROWS]);
+    let chunk = if rows <= FEW { groups } else { CHUNK };
+    // Sums of a pair are done with before the next pair's begin, unless they wait for the next chunk.
+    let waiting = if chunk < groups { args.weights.len() } else { 2 };
+    let Buffers { panel, sums } = buffers;
+    panel.resize(2 * PANEL.min(groups) * TILE / size_of::<Line>(), Line::ZERO);
+    sums.resize(waiting.max(2) * rows, Line::ZERO);
     // SAFETY: the caller promises the instruction set and the permission; the configuration is this function's for its
-    // whole length, since nothing it calls uses tiles but `pair`.
+    // whole length, since nothing it calls uses tiles but `multiply`.
     unsafe { configure() };
-    let pairs = || {
-        let weights = args.weights.chunks(2).zip(args.scales.chunks(2));
-        weights.zip((0..).step_by(2 * rows))
-    };
-    let firsts = || (0..groups).step_by(chunk);
-    let mut panel = |pair: Pair<'_>, at: usize, first: usize| {
-        let (rest, sums) = (chunk.min(groups - first), &mut sums[at..at + pair.0.len() * rows]);
-        // SAFETY: the caller promises the instruction set and the weights; tiles are configured.
-        unsafe {
-            multiply(
-                args,
-                expand,
-                pair,
-                first..first + rest,
-                panel.as_mut_ptr().cast(),
-                sums,
-            )
-        }
-    };
-    if rows <= FEW {
-        // The weights stream: each row group from its start to its end.
-        for (pair, at) in pairs() {
-            firsts().for_each(|first| panel(pair, at, first));
-        }
-    } else {
-        for first in firsts() {
-            pairs().for_each(|(pair, at)| panel(pair, at, first));
+    for first in (0..groups).step_by(chunk) {
+        let end = groups.min(first + chunk);
+        for (i, pair) in args.weights.chunks(2).enumerate() {
+            let at = if chunk < groups { 2 * i * rows } else { 0 };
+            let sums = Line::values(&mut sums[at..at + pair.len() * rows]);
+            if first == 0 {
+                sums.fill([0.0; ROWS]);
+            }
+            for first in (first..end).step_by(PANEL) {
+                let range = first..end.min(first + PANEL);
+                // SAFETY: the caller promises the instruction set and the weights; tiles are configured, and the panel
+                // has room.
+                unsafe { multiply(args, pair, range, panel.as_mut_ptr().cast(), sums) };
+            }
+            if end < groups {
+                continue;
+            }
+            for (weight, sums) in pair.iter().zip(sums.chunks_exact_mut(rows)) {
+                for (x, sums) in args.x.chunks_exact(rows_bytes).zip(sums.as_chunks_mut().0) {
+                    let factors = x.last_chunk().expect("the factors of 16 rows");
+                    // SAFETY: the caller promises the instruction set.
+                    unsafe { scale_sums(weight.scales.sums, factors, sums) };
+                }
+            }
+            done(2 * i, sums);
         }
     }
     // SAFETY: as for `configure`.
     unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
-    for (scales, sums) in args.scales.iter().zip(sums.chunks_exact_mut(rows)) {
-        for (x, sums) in args.x.chunks_exact(rows_bytes).zip(sums.as_chunks_mut().0) {
-            let factors = x.last_chunk().expect("the factors of 16 rows");
-            // SAFETY: the caller promises the instruction set.
-            unsafe { scale_sums(scales.sums, factors, sums) };
-        }
-    }
 }
-
-/// One or two row groups and their scales.
-type Pair<'a> = (&'a [&'a [u8]], &'a [Scales]);
 
 /// Expands groups of K of one or two row groups and adds their products with all rows of x to the sums.
 ///
@@ -205,23 +221,17 @@ type Pair<'a> = (&'a [&'a [u8]], &'a [Scales]);
 /// As [`product`]; tiles are configured; `panel` has room for twice as many tiles as there are groups of K.
 unsafe fn multiply(
     args: &TileArgs<'_>,
-    expand: ExpandFn,
-    (weights, scales): Pair<'_>,
+    weights: &[RowGroup<'_>],
     range: Range<usize>,
     panel: *mut u8,
     sums: &mut [[f32; ROWS]],
 ) {
     let count = range.len();
-    for (i, (weight, scales)) in weights.iter().zip(scales).enumerate() {
+    for (i, weight) in weights.iter().enumerate() {
         // SAFETY: the groups lie inside the row group, and the panel has room for them, as the caller promises.
         unsafe {
-            expand(
-                weight,
-                range.start,
-                count,
-                scales.weights,
-                panel.add(i * count * TILE),
-            )
+            let panel = panel.add(i * count * TILE);
+            (weight.expand)(weight.packed, range.start, count, weight.scales.weights, panel);
         };
     }
     let rows_bytes = rows_bytes(args.cols);
@@ -252,19 +262,33 @@ unsafe fn multiply(
 /// Multiplies the sums of a tile by the row group's factor and by those of the rows.
 #[target_feature(enable = "avx512f")]
 fn scale_sums(weight: f32, rows: &[u8; 4 * TILE_ROWS], sums: &mut [[f32; ROWS]; TILE_ROWS]) {
+    let weight = _mm512_set1_ps(weight);
     for (row, sums) in rows.as_chunks().0.iter().zip(sums) {
-        let row = f32::from_le_bytes(*row);
-        // In this order: each of the factors may be out of the other's reach.
-        sums.iter_mut().for_each(|v| *v = *v * weight * row);
+        let row = _mm512_set1_ps(f32::from_le_bytes(*row));
+        // In this order: each of the factors may be out of the other's reach. With intrinsics, as the compiler would
+        // gather the values of sixteen rows.
+        // SAFETY: sixteen values.
+        unsafe {
+            let scaled = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(sums.as_ptr()), weight), row);
+            _mm512_storeu_ps(sums.as_mut_ptr(), scaled);
+        }
     }
 }
 
-/// A cache line, so that panels are aligned.
+/// A cache line of f32 values, or of whatever tiles are written and read through pointers.
 #[derive(Clone, Copy)]
-#[repr(align(64))]
-pub(crate) struct Line(
-    #[expect(dead_code, reason = "panels are written and read through pointers")] [u8; 64],
-);
+#[repr(C, align(64))]
+pub(crate) struct Line([f32; ROWS]);
+
+impl Line {
+    const ZERO: Line = Line([0.0; ROWS]);
+
+    /// The values of some lines.
+    fn values(lines: &mut [Line]) -> &mut [[f32; ROWS]] {
+        // SAFETY: a line is as long as its sixteen values and better aligned.
+        unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len()) }
+    }
+}
 
 /// All eight tiles are 16 lines of 64 bytes.
 #[repr(C, align(64))]
@@ -341,7 +365,7 @@ unsafe fn two_by_two(x: [*const u8; 2], panel: *const u8, count: usize, sum: *mu
 }
 
 /// Multiply-adds of one round of [`peak`].
-pub(crate) const PEAK_ROUND: usize = 4 * SHORT * TILE_ROWS * ROWS * GROUP;
+pub(crate) const PEAK_ROUND: usize = 4 * PANEL * TILE_ROWS * ROWS * GROUP;
 
 /// Products of tiles that stay in the nearest cache, [`PEAK_ROUND`] multiply-adds a round: what tiles can do at most.
 ///
@@ -349,20 +373,20 @@ pub(crate) const PEAK_ROUND: usize = 4 * SHORT * TILE_ROWS * ROWS * GROUP;
 /// The CPU has the table's instruction set and [`permitted`] was true.
 pub(crate) unsafe fn peak(rounds: usize) {
     let lines = TILE / size_of::<Line>();
-    let zero = Line([0; 64]);
-    let (x, panel) = (vec![zero; 2 * SHORT * lines], vec![zero; 2 * SHORT * lines]);
+    let zero = Line::ZERO;
+    let (x, panel) = (vec![zero; 2 * PANEL * lines], vec![zero; 2 * PANEL * lines]);
     let mut sums = vec![zero; 4 * lines];
     let x: *const u8 = x.as_ptr().cast();
-    // SAFETY: the caller promises the permission; `x` holds `SHORT` tiles at both places, `panel` twice as many, `sums`
+    // SAFETY: the caller promises the permission; `x` holds `PANEL` tiles at both places, `panel` twice as many, `sums`
     // two of each row group, `2 * TILE` apart; nothing else uses tiles before they are released.
     unsafe {
         configure();
-        let x = [x, x.add(SHORT * TILE)];
+        let x = [x, x.add(PANEL * TILE)];
         for _ in 0..rounds {
             two_by_two(
                 x,
                 panel.as_ptr().cast(),
-                SHORT,
+                PANEL,
                 sums.as_mut_ptr().cast(),
                 2 * TILE,
             );

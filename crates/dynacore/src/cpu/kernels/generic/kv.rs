@@ -73,6 +73,11 @@ pub(crate) fn load_rows<S: Simd>(
                     *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
                 }
             }
+            KvType::F16 if cols.is_multiple_of(S::LANES) => {
+                for (o, b) in out.chunks_exact_mut(S::LANES).zip(row.chunks_exact(2 * S::LANES)) {
+                    s.store(s.load_f16(b), o);
+                }
+            }
             KvType::F16 => {
                 for (o, b) in out.chunks_mut(S::LANES).zip(row.chunks(2 * S::LANES)) {
                     if o.len() == S::LANES {
