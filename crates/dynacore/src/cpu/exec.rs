@@ -96,9 +96,10 @@ struct Step {
 /// Phases between two waits.
 #[derive(Debug, Clone, PartialEq)]
 struct Stage {
-    /// A run of phases of at most one item each, or one phase.
+    /// A run of phases of at most one item each, or one phase, or a norm and the preparation of what it gives: who
+    /// has made rows prepares them too, while they are near.
     phases: Range<usize>,
-    /// Items of the one phase; 1 for a run.
+    /// Items of the one phase, or of the preparation; 1 for a run.
     items: usize,
     /// Items taken together.
     batch: usize,
@@ -416,7 +417,10 @@ impl Job for Step {
                 continue;
             }
             let started = self.times.as_ref().map(|_| Instant::now());
-            self.phase(phase, items.clone(), &mut scratch);
+            match self.joined(i) {
+                Some(x) if stage.items > 1 => self.norm(phase, self.prepared_rows(x, items.clone())),
+                _ => self.phase(phase, items.clone(), &mut scratch),
+            }
             if let (Some(times), Some(started)) = (&self.times, started) {
                 times.work_ns[i].fetch_add(started.elapsed().as_nanos() as u64, Relaxed);
             }
@@ -493,7 +497,13 @@ impl Step {
         let workers = self.inner.scratch.len();
         let mut stages: Vec<Stage> = Vec::new();
         for (i, (phase, _)) in self.inner.program.phases.iter().enumerate() {
+            if stages.last().is_some_and(|s| s.phases.contains(&i)) {
+                continue;
+            }
             let items = self.load(phase);
+            let joined = self.joined(i);
+            let items = joined.map_or(items, |x| self.prepare_items(x));
+            let end = if joined.is_some() { i + 2 } else { i + 1 };
             let uneven = match phase {
                 Phase::Attention { .. } | Phase::Product { .. } => true,
                 Phase::Experts(phase) => phase.is_product(),
@@ -506,9 +516,9 @@ impl Step {
             };
             match stages.last_mut() {
                 _ if items == 0 => {}
-                Some(last) if last.items == 1 && items == 1 => last.phases.end = i + 1,
+                Some(last) if last.items == 1 && items == 1 => last.phases.end = end,
                 _ => stages.push(Stage {
-                    phases: i..i + 1,
+                    phases: i..end,
                     items,
                     batch,
                 }),
@@ -531,9 +541,7 @@ impl Step {
             Phase::KvWrite { k, .. } => rows.row_items(k),
             Phase::Attention { class, .. } => self.items[*class].count(),
             Phase::AttentionMerge { class, .. } => self.items[*class].merge_count(),
-            Phase::Prepare { x } if linear::scratch_bytes(self.inner.table, x.width) == 0 => 0,
-            Phase::Prepare { x } if self.tiles(x) => x.bind(self.size).div_ceil(linear::TILE_ROWS),
-            Phase::Prepare { x } => rows.row_items(x),
+            Phase::Prepare { x } => self.prepare_items(x),
             Phase::Product { x, .. } if x.bind(self.size) == 0 => 0,
             Phase::Product { x, linear } => self.pieces(x, linear).1,
             Phase::Experts(phase) => self.experts().items(phase),
@@ -548,17 +556,7 @@ impl Step {
         match phase {
             Phase::Angles => rows.make_angles(&program.ropes, items),
             Phase::Embed { weight, out } => rows.embed(weight, out, items),
-            Phase::Norm { x, weight, eps, out } => rows.norm(x, weight, *eps, out, items),
-            Phase::AddNorm {
-                a,
-                b,
-                weight,
-                eps,
-                sum,
-                out,
-            } => {
-                rows.add_norm(a, b, weight, *eps, sum, out, items);
-            }
+            Phase::Norm { x, .. } | Phase::AddNorm { a: x, .. } => self.norm(phase, rows.norm_rows(x, items)),
             Phase::Rope { x, style, table, out } => {
                 rows.rope(x, *style, *table, program.ropes[*table].pairs(), out, items);
             }
@@ -610,6 +608,57 @@ impl Step {
         }
     }
 
+    /// What the next phase prepares, if that is what norm `phase` gives by whole rows, and more than one item.
+    fn joined(&self, phase: usize) -> Option<&Val> {
+        let phases = &self.inner.program.phases;
+        match (&phases[phase].0, phases.get(phase + 1).map(|p| &p.0)) {
+            (Phase::Norm { out, .. } | Phase::AddNorm { out, .. }, Some(Phase::Prepare { x }))
+                if out == x && x.cols == x.width && self.prepare_items(x) > 1 =>
+            {
+                Some(x)
+            }
+            _ => None,
+        }
+    }
+
+    /// Some rows of a norm.
+    fn norm(&self, phase: &Phase, which: Range<usize>) {
+        let rows = self.rows();
+        match phase {
+            Phase::Norm { x, weight, eps, out } => rows.norm(x, weight, *eps, out, which),
+            Phase::AddNorm {
+                a,
+                b,
+                weight,
+                eps,
+                sum,
+                out,
+            } => rows.add_norm(a, b, weight, *eps, sum, out, which),
+            _ => unreachable!("the caller has a norm"),
+        }
+    }
+
+    /// Items of a preparation.
+    fn prepare_items(&self, x: &Val) -> usize {
+        if linear::scratch_bytes(self.inner.table, x.width) == 0 {
+            0
+        } else if self.tiles(x) {
+            x.bind(self.size).div_ceil(linear::TILE_ROWS)
+        } else {
+            self.rows().row_items(x)
+        }
+    }
+
+    /// The rows some items of a preparation hold.
+    fn prepared_rows(&self, x: &Val, items: Range<usize>) -> Range<usize> {
+        let rows = x.bind(self.size);
+        if self.tiles(x) {
+            (items.start * linear::TILE_ROWS).min(rows)..(items.end * linear::TILE_ROWS).min(rows)
+        } else {
+            super::ops::rows::rows_of(items, rows, x.width)
+        }
+    }
+
     fn prepare(&self, x: &Val, items: Range<usize>) {
         let inner = &*self.inner;
         if self.tiles(x) {
@@ -622,7 +671,7 @@ impl Step {
             }
             return;
         }
-        let rows = super::ops::rows::rows_of(items, x.bind(self.size), x.width);
+        let rows = self.prepared_rows(x, items);
         let bytes = linear::scratch_bytes(inner.table, x.width);
         let out = inner.prepared.write(rows.start * bytes..rows.end * bytes);
         linear::prepare(inner.table, inner.arena.read(x.row_range(rows)), x.width, out);

@@ -101,9 +101,13 @@ impl Rows<'_> {
         }
     }
 
-    pub(crate) fn norm(&self, x: &Val, weight: &[f32], eps: f32, out: &Val, items: Range<usize>) {
+    /// The rows of a norm of `x` that some items hold.
+    pub(crate) fn norm_rows(&self, x: &Val, items: Range<usize>) -> Range<usize> {
+        rows_of(items, self.size_by(x, x.cols), x.cols)
+    }
+
+    pub(crate) fn norm(&self, x: &Val, weight: &[f32], eps: f32, out: &Val, rows: Range<usize>) {
         let cols = weight.len();
-        let rows = rows_of(items, self.size_by(x, cols), cols);
         let y = self.arena.write(by(out, cols, &rows));
         for (x, y) in self
             .arena
@@ -132,10 +136,9 @@ impl Rows<'_> {
         eps: f32,
         sum: &Val,
         out: &Val,
-        items: Range<usize>,
+        rows: Range<usize>,
     ) {
         let cols = weight.len();
-        let rows = rows_of(items, self.size_by(a, cols), cols);
         let (a, b) = (
             self.arena.read(by(a, cols, &rows)),
             self.arena.read(by(b, cols, &rows)),
