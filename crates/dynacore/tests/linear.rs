@@ -594,9 +594,15 @@ fn what_is_no_number_stays_in_its_row_of_a_tile() {
 #[test]
 fn a_gated_pair_from_tiles_is_its_two_products_and_the_activation() {
     let mut random = Random(13);
-    for table in tile_tables() {
-        let (dtype, rows, cols, n) = (DType::Quant(QuantType::Q6K), 48, 512, 21);
-        let [gate, up] = [0; 2].map(|_| {
+    let (q6_k, q8_0) = (DType::Quant(QuantType::Q6K), DType::Quant(QuantType::Q8_0));
+    // F32 weights have no tiles; beside them the other of the pair has.
+    let types = [[q6_k, q6_k], [q6_k, q8_0], [DType::F32, q6_k], [q8_0, DType::F32]];
+    for (table, types) in tile_tables()
+        .into_iter()
+        .flat_map(|t| types.map(|types| (t, types)))
+    {
+        let (rows, cols, n) = (48, 512, 21);
+        let [gate, up] = types.map(|dtype| {
             let bytes = weight_bytes(dtype, rows, cols, &mut random);
             packed(table, dtype, rows, cols, &bytes)
         });

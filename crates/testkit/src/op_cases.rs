@@ -7,7 +7,7 @@ use dynacore::self_test::cases::{
     Attention, Experts, Values, attention, elementwise, experts, from_tiles, linear, norm, rope, rope_scaled,
     wide_attention,
 };
-use dynair::{DType, ExpertWeights, RopeScaling, RopeStyle};
+use dynair::{DType, ExpertWeights, QuantType, RopeScaling, RopeStyle};
 
 /// All kinds of values.
 pub const VALUES: [Values; 4] = [Values::Normal, Values::Tiny, Values::Huge, Values::Mixed];
@@ -72,6 +72,25 @@ pub fn tile_cases() -> Vec<Case> {
         let k = dtype.block().0.max(32);
         for (n, k, m) in [(16, k, 17), (33, 3 * k, 48), (70, 2048, 33)] {
             all.push(from_tiles(linear(dtype, n, k, m, Values::Normal)));
+        }
+    }
+    // Experts of 40 rows, of 16 or so, and of fewer, which have no tiles.
+    for dtype in [
+        DType::F32,
+        DType::F16,
+        DType::Quant(QuantType::Q4K),
+        DType::Quant(QuantType::Q8_0),
+    ] {
+        for (n, count, used) in [(40, 2, 2), (32, 4, 2), (64, 16, 2)] {
+            all.push(from_tiles(experts(&Experts {
+                dtype,
+                n,
+                hidden: 256,
+                inner: 256,
+                experts: count,
+                experts_used: used,
+                weights: ExpertWeights::SoftmaxUsed,
+            })));
         }
     }
     all.extend(attention_shapes().iter().map(wide_attention));

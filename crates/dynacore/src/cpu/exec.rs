@@ -479,6 +479,7 @@ impl Step {
             memory: &inner.experts,
             size: self.size,
             pieces: PIECES_PER_WORKER * inner.scratch.len(),
+            tiles: inner.tiles,
         }
     }
 

@@ -12,14 +12,16 @@
 //! 5. *combine* (after the down projection): a row's products, weighted and added by rank.
 //!
 //! A row's result depends on its own slots alone: products do (see [`super::linear`]), and their sum runs by rank,
-//! whichever other rows an expert had in the step.
+//! whichever other rows an expert had in the step. But where the mode allows tiles, an expert with [`TILES_FROM`] rows or
+//! more has its products from them.
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
 use dynair::{Activation, Dim, ExpertWeights, RouterSpec};
 
-use super::linear;
+use super::linear::{self, Prepared};
 use super::rows::{items, rows_of};
 use crate::cpu::exec::out_of_memory;
 use crate::cpu::kernels::ops::OpTable;
@@ -33,6 +35,14 @@ use crate::error::Result;
 /// What reading sixteen columns of a weight costs, in rows multiplied with them: pieces are cut by this. It moves work
 /// between workers and changes no result.
 const READ_ROWS: usize = 4;
+
+/// From this many rows of an expert on, tiles are faster, though each piece prepares its rows anew.
+const TILES_FROM: usize = 16;
+
+thread_local! {
+    /// Rows of an expert, as tiles.
+    static TILES: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Which experts a step's rows use.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -168,6 +178,8 @@ pub(crate) struct Driver<'a> {
     pub(crate) size: Size,
     /// Pieces a product is cut into.
     pub(crate) pieces: usize,
+    /// Whether the mode allows tiles.
+    pub(crate) tiles: bool,
 }
 
 impl Driver<'_> {
@@ -272,7 +284,20 @@ impl Driver<'_> {
             row.copy_from_slice(self.arena.read(from..from + width));
         }
         let prepared = self.prepared.write(places.start * bytes..places.end * bytes);
-        linear::prepare(self.table, rows, width, prepared);
+        // Those of experts with many rows become tiles in the product.
+        for own in self.memory.starts.read(0..uses.experts + 1).windows(2) {
+            let [start, end] = [own[0], own[1]].map(|p| (p as usize).clamp(places.start, places.end));
+            if start < end && !self.tiles((own[1] - own[0]) as usize, width) {
+                let [start, end] = [start, end].map(|p| p - places.start);
+                let prepared = &mut prepared[start * bytes..end * bytes];
+                linear::prepare(self.table, &rows[start * width..end * width], width, prepared);
+            }
+        }
+    }
+
+    /// Whether an expert with so many rows has its products from tiles.
+    fn tiles(&self, rows: usize, width: usize) -> bool {
+        self.tiles && rows >= TILES_FROM && linear::tiles(self.table, rows, width)
     }
 
     /// Calls `product(expert, its rows, columns of the stacked weight, slots)` for each share of piece `piece` of
@@ -290,14 +315,41 @@ impl Driver<'_> {
         let bytes = linear::scratch_bytes(self.table, width);
         for (expert, columns) in shares(starts, rows, piece, pieces) {
             let own = starts[expert] as usize..starts[expert + 1] as usize;
+            let x = self.memory.gathered.read(own.start * width..own.end * width);
+            let mut tiles = Vec::new();
+            let prepared = if self.tiles(own.len(), width) {
+                tiles = TILES.take();
+                self.prepare_tiles(x, width, &mut tiles)
+            } else {
+                self.prepared.read(own.start * bytes..own.end * bytes).into()
+            };
             product(Share {
-                x: self.memory.gathered.read(own.start * width..own.end * width),
-                prepared: self.prepared.read(own.start * bytes..own.end * bytes),
+                x,
+                prepared,
                 slots: &order[own],
                 columns,
                 own: expert * rows..(expert + 1) * rows,
             });
+            if !tiles.is_empty() {
+                TILES.set(tiles);
+            }
         }
+    }
+
+    fn prepare_tiles<'t>(&self, x: &[f32], width: usize, tiles: &'t mut Vec<u8>) -> Prepared<'t> {
+        const LINE: usize = 64;
+        let bytes = linear::tile_bytes(width);
+        let needed = (x.len() / width).div_ceil(linear::TILE_ROWS) * bytes;
+        if tiles.len() < needed + LINE {
+            tiles.resize(needed + LINE, 0);
+        }
+        let start = tiles.as_ptr().align_offset(LINE).min(LINE);
+        let tiles = &mut tiles[start..start + needed];
+        let rows = x.chunks(linear::TILE_ROWS * width);
+        for (x, tile) in rows.zip(tiles.chunks_exact_mut(bytes)) {
+            linear::prepare_tiles(self.table, x, width, tile);
+        }
+        Prepared::Tiles(tiles)
     }
 
     fn glu(
@@ -317,15 +369,7 @@ impl Driver<'_> {
                 self.arena.write(at..at + values.len()).copy_from_slice(values);
             };
             let columns = share.columns.clone();
-            linear::run_glu(
-                self.table,
-                pair,
-                act,
-                share.x,
-                share.prepared.into(),
-                columns,
-                put,
-            );
+            linear::run_glu(self.table, pair, act, share.x, share.prepared, columns, put);
         });
     }
 
@@ -338,15 +382,7 @@ impl Driver<'_> {
                 out.copy_from_slice(values);
             };
             let columns = share.columns.clone();
-            linear::run(
-                self.table,
-                down,
-                None,
-                share.x,
-                share.prepared.into(),
-                columns,
-                put,
-            );
+            linear::run(self.table, down, None, share.x, share.prepared, columns, put);
         });
     }
 
@@ -371,7 +407,7 @@ impl Driver<'_> {
 /// A share of a product: some columns of an expert with all its rows.
 struct Share<'a> {
     x: &'a [f32],
-    prepared: &'a [u8],
+    prepared: Prepared<'a>,
     /// Slot of each row.
     slots: &'a [u32],
     /// Columns of the stacked weight, whole groups.

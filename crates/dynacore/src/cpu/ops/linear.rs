@@ -186,18 +186,51 @@ pub fn run_glu(
         (up.rows(), up.cols()),
         "gate and up have one shape"
     );
+    let mut finish = |first: usize, column: usize, g: &mut [[f32; ROWS]], u: &[[f32; ROWS]]| {
+        table.glu(act, g.as_flattened_mut(), u.as_flattened());
+        for (i, values) in g.iter().enumerate() {
+            put(first + i, column, &values[..ROWS.min(gate.rows() - column)]);
+        }
+    };
+    let product = |weight| Product {
+        table,
+        weights: [weight],
+        x,
+        prepared,
+    };
+    if from_tiles(table, gate) != from_tiles(table, up) {
+        // One way of walking for both there is only where both are made in the same way.
+        let n = x.len().checked_div(gate.cols()).unwrap_or(0);
+        let first_column = columns.start;
+        let at = |column: usize| (column - first_column) / ROWS * n;
+        let mut gates = vec![[0.0; ROWS]; columns.len().div_ceil(ROWS) * n];
+        product(gate).for_groups(columns.clone(), |first, column, [g]| {
+            gates[at(column) + first..][..g.len()].copy_from_slice(g);
+        });
+        product(up).for_groups(columns, |first, column, [u]| {
+            finish(first, column, &mut gates[at(column) + first..][..u.len()], u);
+        });
+        return;
+    }
     let product = Product {
         table,
         weights: [gate, up],
         x,
         prepared,
     };
-    product.for_groups(columns, |first, column, [g, u]| {
-        table.glu(act, g.as_flattened_mut(), u.as_flattened());
-        for (i, values) in g.iter().enumerate() {
-            put(first + i, column, &values[..ROWS.min(gate.rows() - column)]);
-        }
-    });
+    product.for_groups(columns, |first, column, [g, u]| finish(first, column, g, u));
+}
+
+/// Whether products with the weight are made from tiles, where they may be: F32 weights read x itself.
+#[cfg(target_arch = "x86_64")]
+fn from_tiles(table: &KernelTable, weight: &PackedLinear) -> bool {
+    let kernels = table.tiles.as_ref();
+    kernels.is_some_and(|k| k.expand[slot(weight.dtype())].is_some()) && weight.group(0).is_some()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn from_tiles(_: &KernelTable, _: &PackedLinear) -> bool {
+    false
 }
 
 struct Product<'a, const W: usize> {
@@ -286,15 +319,12 @@ impl<const W: usize> Product<'_, W> {
 
 #[cfg(target_arch = "x86_64")]
 impl<const W: usize> Product<'_, W> {
-    /// The prepared tiles, if the product is made from them: F32 weights read x itself.
+    /// The prepared tiles, if the product is made from them.
     fn tiles(&self) -> Option<(&amx::TileKernels, &[u8])> {
         let (Prepared::Tiles(tiles), Some(kernels)) = (self.prepared, &self.table.tiles) else {
             return None;
         };
-        let all = self
-            .weights
-            .iter()
-            .all(|w| kernels.expand[slot(w.dtype())].is_some() && w.group(0).is_some());
+        let all = self.weights.iter().all(|w| from_tiles(self.table, w));
         all.then_some((kernels, tiles))
     }
 
