@@ -4,6 +4,8 @@
 //! that follow each other form one stage: one worker does them all without waiting in between, which at one token is
 //! most of what is not a product or attention. Who computes an item never changes its result.
 
+mod outputs;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,6 +13,8 @@ use std::time::Instant;
 
 use dynair::verify::{self, Pools};
 use dynair::{BatchMeta, Limits, Plan};
+
+use outputs::OutputRows;
 
 use super::Mode;
 use super::cut::Cut;
@@ -375,12 +379,9 @@ impl Executor for CpuExecutor {
 
     fn wait_rows(&mut self, ticket: Ticket, take: &Arc<TakeRow>) -> Result<()> {
         let size = self.landed(&ticket)?;
-        let rows = Arc::new(OutputRows {
-            inner: Arc::clone(&self.inner),
-            count: self.inner.program.logits.bind(size),
-            take: Arc::clone(take),
-        });
-        self.walk(rows)
+        let count = self.inner.program.logits.bind(size);
+        let rows = OutputRows::new(&self.inner, count, take);
+        self.walk(Arc::new(rows))
     }
 
     fn profile(&mut self, batch: &BatchMeta) -> Result<Vec<PhaseTime>> {
@@ -405,32 +406,6 @@ impl Executor for CpuExecutor {
             before = end;
         }
         Ok(all)
-    }
-}
-
-/// The rows of logits of a step, one item each.
-struct OutputRows {
-    inner: Arc<Inner>,
-    count: usize,
-    take: Arc<TakeRow>,
-}
-
-impl Job for OutputRows {
-    fn stages(&self) -> usize {
-        1
-    }
-
-    fn items(&self, _: usize) -> usize {
-        self.count
-    }
-
-    fn run(&self, _: usize, row: usize, _: usize) {
-        let logits = self.inner.program.logits.row_range(row..row + 1);
-        (self.take)(row, self.inner.arena.write(logits));
-    }
-
-    fn done(&self, _: usize) {
-        self.inner.arena.new_phase();
     }
 }
 

@@ -219,17 +219,17 @@ impl Pool {
             idle: Gate::default(),
             stages: Gate::default(),
         });
-        let mut turns = Turn::all(count, time_slice()).into_iter();
+        let slice = time_slice();
         let mut pool = Pool {
             shared,
             threads: Vec::new(),
-            turn: turns.next().expect("one for each worker"),
+            turn: Turn::new(slice),
         };
-        for (index, turn) in (1..count).zip(turns) {
+        for index in 1..count {
             let shared = Arc::clone(&pool.shared);
             let thread = std::thread::Builder::new()
                 .name(format!("cpu-worker-{index}"))
-                .spawn(move || shared.worker_loop(index, turn))?;
+                .spawn(move || shared.worker_loop(index, Turn::new(slice)))?;
             pool.threads.push(thread);
         }
         Ok(pool)

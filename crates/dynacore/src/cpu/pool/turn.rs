@@ -2,14 +2,9 @@
 //!
 //! A core that two threads want goes to one of them for a time slice and then to the other. A worker that loses its core in
 //! the middle of an item holds up all others until it has it back; between two items it holds up nobody. So a worker
-//! yields by itself, between two items, when its slice is about to end.
-//!
-//! That costs nothing where nobody waits for the core, and a little where somebody does: the kernel takes what is left of
-//! its claim from whoever yields. It gains what the others do meanwhile, so a worker does not yield while the cores of all
-//! of them are shared.
+//! yields by itself, between two items, when its slice is about to end. Nothing is lost by that where nobody waits for the
+//! core, and a little where somebody does: the kernel takes what is left of its claim from whoever yields.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 /// The slice where the system does not say. What yields too early loses there is not known to matter: before Linux 6.12
@@ -22,24 +17,12 @@ const SHORT: Duration = Duration::from_micros(20);
 /// Most items between two looks at the clock.
 const MOST_STRIDE: u32 = 16;
 
-/// Between two looks at the clock this much passes only if another thread had the core meanwhile, or with items so long
-/// that their worker does not yield anyway.
-const GAP: Duration = Duration::from_millis(1);
-
-/// A core on which that has not happened for so long is not shared: some ticks of the scheduler.
-const QUIET: Duration = Duration::from_millis(10);
-
 /// Items longer than this part of a slice end at no point near its end: their worker never yields.
 const LONG_PART: u32 = 8;
 
 /// A worker's stay on its core.
 pub(super) struct Turn {
     slice: Duration,
-    /// Workers of the pool, and how many of them have a shared core.
-    workers: usize,
-    crowded: Arc<AtomicUsize>,
-    /// When another thread last had this worker's core; `None`: not lately.
-    lost: Option<Instant>,
     /// When the slice began, as far as the worker can tell.
     began: Instant,
     looked: Instant,
@@ -50,27 +33,20 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    /// One for each worker of a pool.
-    pub(super) fn all(workers: usize, slice: Duration) -> Vec<Turn> {
-        let (now, crowded) = (Instant::now(), Arc::new(AtomicUsize::new(0)));
-        let turn = |_| Turn {
+    pub(super) fn new(slice: Duration) -> Turn {
+        let now = Instant::now();
+        Turn {
             slice,
-            workers,
-            crowded: Arc::clone(&crowded),
-            lost: None,
             began: now,
             looked: now,
             left: 0,
             stride: 1,
-        };
-        (0..workers).map(turn).collect()
+        }
     }
 
     /// Called when a worker wakes: it has a slice of its own again.
     pub(super) fn begin(&mut self) {
-        self.began = Instant::now();
-        self.looked = self.began;
-        self.before_stage();
+        *self = Turn::new(self.slice);
     }
 
     /// Called when a worker comes to a stage, whose items may be of any length.
@@ -86,30 +62,17 @@ impl Turn {
         }
         let now = Instant::now();
         let (spent, since) = (now - self.began, now - self.looked);
-        self.note(now, since >= GAP);
-        if self.ends(spent, since) && self.crowded.load(Relaxed) < self.workers {
+        if self.ends(spent, since) {
             std::thread::yield_now();
-            self.begin();
-            return self.note(self.began, self.began - now >= GAP);
+            return self.begin();
         }
         if spent > self.slice {
-            // The core was lost on the way and came back, items are long, or yielding is of no use.
+            // The core was lost on the way and came back, or items are long.
             self.began = now;
         }
         self.stride = next_stride(self.stride, since);
         self.looked = now;
         self.left = self.stride - 1;
-    }
-
-    /// Takes note of whether another thread has had the core.
-    fn note(&mut self, now: Instant, lost: bool) {
-        if lost {
-            if self.lost.replace(now).is_none() {
-                self.crowded.fetch_add(1, Relaxed);
-            }
-        } else if self.lost.take_if(|last| now - *last >= QUIET).is_some() {
-            self.crowded.fetch_sub(1, Relaxed);
-        }
     }
 
     /// Whether a slice that has lasted `spent` ends before the next look at the clock, the last one being `since` ago.
@@ -155,17 +118,13 @@ mod tests {
 
     const SLICE: Duration = Duration::from_millis(2);
 
-    fn turn() -> Turn {
-        Turn::all(2, SLICE).remove(0)
-    }
-
     fn us(n: u64) -> Duration {
         Duration::from_micros(n)
     }
 
     #[test]
     fn a_slice_is_given_up_just_before_its_end_and_not_after_it_was_lost() {
-        let turn = turn();
+        let turn = Turn::new(SLICE);
         assert!(!turn.ends(us(1000), us(50)));
         assert!(!turn.ends(us(1940), us(50)));
         assert!(turn.ends(us(1960), us(50)), "the next items would pass the end");
@@ -187,7 +146,7 @@ mod tests {
     fn short_items_are_counted_and_long_ones_timed() {
         assert_eq!([1, 4, 16].map(|stride| next_stride(stride, us(5))), [4, 16, 16]);
         assert_eq!([1, 4, 16].map(|stride| next_stride(stride, us(5000))), [1; 3]);
-        let mut turn = turn();
+        let mut turn = Turn::new(SLICE);
         turn.left = 2;
         turn.before_item();
         assert_eq!(turn.left, 1);
@@ -197,7 +156,7 @@ mod tests {
 
     #[test]
     fn turns_begin_anew_after_a_slice() {
-        let mut turn = turn();
+        let mut turn = Turn::new(SLICE);
         for spent in [SLICE, 5 * SLICE] {
             let now = Instant::now();
             (turn.began, turn.looked) = (now - spent, now - us(20));
@@ -206,21 +165,5 @@ mod tests {
             assert!(turn.began >= now, "after {spent:?}");
         }
         assert!(time_slice() > Duration::ZERO);
-    }
-    #[test]
-    fn cores_are_known_to_be_shared_as_long_as_they_are_lost() {
-        let mut turns = Turn::all(2, SLICE);
-        let crowded = Arc::clone(&turns[0].crowded);
-        let (start, count) = (Instant::now(), || crowded.load(Relaxed));
-        turns[0].note(start, true);
-        turns[0].note(start + us(2000), true);
-        assert_eq!(count(), 1, "a worker counts once");
-        turns[1].note(start + us(2000), true);
-        assert_eq!(count(), 2);
-        turns[0].note(start + us(11_000), false);
-        assert_eq!(count(), 2, "it was lost less than a while ago");
-        turns[0].note(start + us(12_001), false);
-        turns[0].note(start + us(30_000), false);
-        assert_eq!(count(), 1);
     }
 }
