@@ -219,7 +219,8 @@ impl Pool {
             idle: Gate::default(),
             stages: Gate::default(),
         });
-        let slice = time_slice();
+        // A worker alone holds up nobody else.
+        let slice = if count > 1 { time_slice() } else { Duration::MAX };
         let mut pool = Pool {
             shared,
             threads: Vec::new(),
