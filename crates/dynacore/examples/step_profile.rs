@@ -1,6 +1,10 @@
 //! Where the time of a step goes: a made decoder of a known shape, time by kind of phase.
 //!
-//! `cargo run --release -p dynacore --example step_profile [smollm2|gemma270m|qwen1.5b] [context] [rows] [threads]`
+//! `cargo run --release -p dynacore --example step_profile [smollm2|gemma270m|qwen1.5b] [context] [rows] [threads] [decodes]`
+//!
+//! A step has `rows` rows of one sequence after `context` tokens, and one row each of `decodes` others, of which half have
+//! a quarter of the context. `idle` is the share of the workers' time in which a phase's stage gave them nothing to do:
+//! waiting for the others' last items, the change from stage to stage, and what other programs took.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -9,7 +13,7 @@ use std::time::Instant;
 use dynacore::cpu::{CpuDevice, CpuOptions};
 use dynacore::self_test::decoder::{Decoder, Tables};
 use dynacore::self_test::geometry;
-use dynacore::{Device, Executor, KvType, Logits, WeightBytes, weight_usage};
+use dynacore::{Device, Executor, KvType, Logits, PhaseTime, WeightBytes, weight_usage};
 use dynair::{DType, Limits, QuantType};
 
 fn shape(name: &str) -> Option<Decoder> {
@@ -78,17 +82,21 @@ fn main() -> Result<(), Box<dyn Error>> {
     let context: usize = args.next().map_or(Ok(64), |a| a.parse())?;
     let rows: usize = args.next().map_or(Ok(1), |a| a.parse())?;
     let threads = args.next().map(|a| a.parse()).transpose()?;
+    let decodes: usize = args.next().map_or(Ok(0), |a| a.parse())?;
     let device = CpuDevice::new(&CpuOptions {
         threads,
         ..CpuOptions::default()
     })?;
-    println!("{name}, context {context}, {rows} rows, {:?}", device.info());
+    println!(
+        "{name}, context {context}, {rows} rows, {decodes} decodes, {:?}",
+        device.info()
+    );
     let (graph, tensors) = decoder.build(1);
     let chunk = 512.max(rows);
     let limits = Limits {
-        max_tokens: chunk,
-        max_seqs: 1,
-        max_outputs: 1,
+        max_tokens: chunk + decodes,
+        max_seqs: 1 + decodes,
+        max_outputs: 1 + decodes,
     };
     let plan = dynair::plan(graph.clone(), &device, limits)?;
     let weights = plan
@@ -99,7 +107,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         .collect::<Result<Vec<_>, _>>()?;
     drop(tensors);
     const STEPS: usize = 30;
-    let blocks = (context + (STEPS + 8) * rows).div_ceil(32) + 1;
+    let contexts: Vec<usize> = (0..=decodes)
+        .map(|s| if s % 2 == 0 { context } else { context / 4 })
+        .collect();
+    let of = |context: usize, rows: usize| (context + (STEPS + 8) * rows).div_ceil(32) + 1;
+    let blocks = of(context, rows) + contexts[1..].iter().map(|c| of(*c, 1)).sum::<usize>();
     let kv = device.alloc_kv(&plan.caches, &geometry(&graph, KvType::F16, 32, blocks))?;
     let mut executor = device.compile_cpu(&plan, &weights, kv)?;
     let windows: Vec<_> = if decoder.window.is_some() {
@@ -107,23 +119,28 @@ fn main() -> Result<(), Box<dyn Error>> {
     } else {
         vec![None]
     };
-    let mut tables = Tables::new(&windows, 32, blocks, 1, 1);
+    let mut tables = Tables::new(&windows, 32, blocks, 1 + decodes, 1);
     let tokens: Vec<u32> = (0..chunk as u32).map(|i| i * 31 % 4096).collect();
     let mut logits = Logits::default();
+    // The last row of each sequence gives logits.
     let last = |mut batch: dynair::BatchMeta| {
-        batch.output_rows = vec![batch.tokens.len() as u32 - 1];
+        batch.output_rows = batch.seqs.iter().map(|s| s.first_row + s.rows - 1).collect();
         batch
     };
-    while tables.past(0) < context {
-        let n = chunk.min(context - tables.past(0));
-        let batch = last(tables.step(&[(0, &tokens[..n])]));
-        let ticket = executor.submit(&batch)?;
-        executor.wait(ticket, &mut logits)?;
+    for (seq, &context) in contexts.iter().enumerate() {
+        while tables.past(seq) < context {
+            let n = chunk.min(context - tables.past(seq));
+            let batch = last(tables.step(&[(seq, &tokens[..n])]));
+            let ticket = executor.submit(&batch)?;
+            executor.wait(ticket, &mut logits)?;
+        }
     }
+    let mut work: Vec<(usize, &[u32])> = vec![(0, &tokens[..rows])];
+    work.extend((1..=decodes).map(|seq| (seq, &tokens[..1])));
     let mut best = f64::MAX;
     let mut times = Vec::new();
     for _ in 0..STEPS {
-        let batch = last(tables.step(&[(0, &tokens[..rows])]));
+        let batch = last(tables.step(&work));
         let start = Instant::now();
         let found = executor.profile(&batch)?;
         let took = start.elapsed().as_secs_f64() * 1e3;
@@ -131,22 +148,36 @@ fn main() -> Result<(), Box<dyn Error>> {
             (best, times) = (took, found);
         }
     }
-    let mut by_phase: BTreeMap<(&str, String), (u64, u64, usize)> = BTreeMap::new();
-    for t in &times {
+    print(&times, device.info().units);
+    Ok(())
+}
+
+fn print(times: &[PhaseTime], threads: usize) {
+    let idle = |work: u64, wall: u64| 100.0 * (1.0 - work as f64 / (wall as f64 * threads as f64));
+    // Phases of one item share a stage, whose time stands with the last of them.
+    let mut by_phase: BTreeMap<(&str, String), (u64, u64, u64, usize)> = BTreeMap::new();
+    let mut of_stage = 0;
+    for t in times {
         let kind = t.label.rsplit('.').next().unwrap_or("").to_owned();
         let sum = by_phase.entry((t.phase, kind)).or_default();
-        *sum = (sum.0 + t.work_ns, sum.1 + t.wall_ns, sum.2 + 1);
+        of_stage += t.work_ns;
+        let all = if t.wall_ns > 0 {
+            std::mem::take(&mut of_stage)
+        } else {
+            0
+        };
+        *sum = (sum.0 + t.work_ns, sum.1 + t.wall_ns, sum.2 + all, sum.3 + 1);
     }
-    println!(
-        "best of {STEPS} steps: {best:.3} ms, {:.1} tok/s",
-        rows as f64 / best * 1e3
-    );
-    for ((phase, label), (work, wall, count)) in by_phase {
+    for ((phase, label), (work, wall, stages, count)) in &by_phase {
         println!(
-            "{phase:18} {label:16} x{count:3}  work {:8.1} us  wall {:8.1} us",
-            work as f64 / 1e3,
-            wall as f64 / 1e3
+            "{phase:18} {label:16} x{count:3}  work {:8.1} us  wall {:8.1} us  idle {:5.1} %",
+            *work as f64 / 1e3,
+            *wall as f64 / 1e3,
+            if *wall > 0 { idle(*stages, *wall) } else { 0.0 }
         );
     }
-    Ok(())
+    let (work, wall) = by_phase
+        .values()
+        .fold((0, 0), |all, p| (all.0 + p.0, all.1 + p.1));
+    println!("all phases: idle {:.1} %", idle(work, wall));
 }

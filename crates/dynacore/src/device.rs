@@ -114,6 +114,10 @@ impl Logits {
     }
 }
 
+/// What takes the logits of one output row of a step, `[vocab]`: called with the row's number, for several rows at once.
+/// It may change the values; nobody reads them after it.
+pub type TakeRow = dyn Fn(usize, &mut [f32]) + Send + Sync;
+
 /// Time of a phase: a part of a plan's step that a device's units do without waiting for each other.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PhaseTime {
@@ -141,6 +145,22 @@ pub trait Executor: Send {
     /// # Errors
     /// If the device failed.
     fn wait(&mut self, ticket: Ticket, logits: &mut Logits) -> Result<()>;
+
+    /// Waits for a step and gives each of its output rows to `take`, once, in any order; returns when all have been taken.
+    /// A device with worker threads lets these take the rows, and gives them the logits where they lie; one without has
+    /// nothing to write: this body takes them one after another.
+    ///
+    /// # Errors
+    /// If the device failed, or `take` panicked under a device that lets others than the caller take rows.
+    fn wait_rows(&mut self, ticket: Ticket, take: &Arc<TakeRow>) -> Result<()> {
+        let mut logits = Logits::default();
+        self.wait(ticket, &mut logits)?;
+        if logits.vocab > 0 {
+            let rows = logits.data.chunks_exact_mut(logits.vocab);
+            rows.enumerate().for_each(|(row, logits)| take(row, logits));
+        }
+        Ok(())
+    }
 
     /// Executes a step as [`Executor::submit`] and [`Executor::wait`] do and gives the time of each phase in place of
     /// logits; the cache is written as in any step. Steps that are submitted take no times.

@@ -14,7 +14,7 @@ pub mod self_test;
 
 pub use buffer::{Buffer, Layout, Tensor, WeightBytes};
 pub use device::{
-    Device, DeviceInfo, Executor, Logits, PhaseTime, StepNote, Ticket, WeightUsage, weight_usage,
+    Device, DeviceInfo, Executor, Logits, PhaseTime, StepNote, TakeRow, Ticket, WeightUsage, weight_usage,
 };
 pub use error::{Error, Result};
 pub use kv::{KvGeometry, KvStorage, KvType};

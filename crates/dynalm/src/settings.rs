@@ -110,7 +110,7 @@ pub const SETTINGS: &[Setting] = &[
         "threads",
         Kind::AutoOrInteger(1, 1024),
         "auto",
-        "worker threads; auto: the cores this process may use",
+        "worker threads; auto: one per fast physical core this process may use",
     ),
     row(
         "ctx",

@@ -4,6 +4,8 @@
 //! that follow each other form one stage: one worker does them all without waiting in between, which at one token is
 //! most of what is not a product or attention. Who computes an item never changes its result.
 
+mod outputs;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,7 +14,10 @@ use std::time::Instant;
 use dynair::verify::{self, Pools};
 use dynair::{BatchMeta, Limits, Plan};
 
+use outputs::OutputRows;
+
 use super::Mode;
+use super::cut::Cut;
 use super::kernels::ops::OpTable;
 use super::ops::attention::{Items, Layer, Scratch};
 use super::ops::experts::{self, ExpertPhase};
@@ -24,19 +29,13 @@ use super::program::{Linear, Phase, Program, Size, Val};
 use super::storage::CpuKv;
 use super::table::KernelTable;
 use crate::buffer::Tensor;
-use crate::device::{Executor, Logits, PhaseTime, Ticket};
+use crate::device::{Executor, Logits, PhaseTime, TakeRow, Ticket};
 use crate::error::{Error, Result};
 use crate::kv::KvGeometry;
 
-/// Pieces the columns of a product are cut into per worker: enough that a worker whose core is shared falls behind by
-/// little, few enough that a piece streams long.
+/// Pieces per worker that row-wise ops and the products of experts are cut into: enough that a worker whose core is
+/// shared falls behind by little.
 const PIECES_PER_WORKER: usize = 8;
-
-/// As [`PIECES_PER_WORKER`], for products from tiles with more than [`MANY_ROWS`] rows.
-const LONG_PIECES_PER_WORKER: usize = 3;
-
-/// See [`LONG_PIECES_PER_WORKER`].
-const MANY_ROWS: usize = 64;
 
 /// A lock whose data stays meaningful when a holder panicked.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -250,15 +249,30 @@ impl CpuExecutor {
         step.forget_ledgers();
         self.copy_blocks(batch);
         step.forget_ledgers();
-        let outcome = lock(&self.pool).run(Arc::clone(&step) as Arc<dyn Job>);
-        if let Err(message) = outcome {
+        self.walk(Arc::clone(&step) as Arc<dyn Job>)?;
+        Ok(step)
+    }
+
+    /// Lets the workers walk a job. After a panic the memory is in no known state, and others may still be at work in it.
+    fn walk(&mut self, job: Arc<dyn Job>) -> Result<()> {
+        lock(&self.pool).run(job).map_err(|message| {
             self.poisoned = Some(message.clone());
-            return Err(Error::Worker {
+            Error::Worker {
                 device: "cpu".into(),
                 message,
-            });
+            }
+        })
+    }
+
+    /// The size of the step in flight, which is none from now on.
+    fn landed(&mut self, ticket: &Ticket) -> Result<Size> {
+        match self.in_flight.take_if(|(number, _)| *number == ticket.0) {
+            Some((_, size)) => Ok(size),
+            None => Err(Error::Batch(format!(
+                "ticket {} is of no step in flight",
+                ticket.0
+            ))),
         }
-        Ok(step)
     }
 
     /// Derives what the workers need from the batch.
@@ -355,20 +369,19 @@ impl Executor for CpuExecutor {
     }
 
     fn wait(&mut self, ticket: Ticket, logits: &mut Logits) -> Result<()> {
-        match self.in_flight {
-            Some((number, size)) if number == ticket.0 => {
-                self.in_flight = None;
-                let from = self.inner.arena.read(self.inner.program.logits.range(size));
-                logits.data.clear();
-                logits.data.extend_from_slice(from);
-                logits.vocab = self.inner.program.logits.width;
-                Ok(())
-            }
-            _ => Err(Error::Batch(format!(
-                "ticket {} is of no step in flight",
-                ticket.0
-            ))),
-        }
+        let size = self.landed(&ticket)?;
+        let from = self.inner.arena.read(self.inner.program.logits.range(size));
+        logits.data.clear();
+        logits.data.extend_from_slice(from);
+        logits.vocab = self.inner.program.logits.width;
+        Ok(())
+    }
+
+    fn wait_rows(&mut self, ticket: Ticket, take: &Arc<TakeRow>) -> Result<()> {
+        let size = self.landed(&ticket)?;
+        let count = self.inner.program.logits.bind(size);
+        let rows = OutputRows::new(&self.inner, count, take);
+        self.walk(Arc::new(rows))
     }
 
     fn profile(&mut self, batch: &BatchMeta) -> Result<Vec<PhaseTime>> {
@@ -544,7 +557,7 @@ impl Step {
             Phase::AttentionMerge { class, .. } => self.items[*class].merge_count(),
             Phase::Prepare { x } => self.prepare_items(x),
             Phase::Product { x, .. } if x.bind(self.size) == 0 => 0,
-            Phase::Product { x, linear } => self.pieces(x, linear).1,
+            Phase::Product { x, linear } => self.pieces(x, linear).count(),
             Phase::Experts(phase) => self.experts().items(phase),
         }
     }
@@ -683,20 +696,14 @@ impl Step {
         self.inner.tiles && linear::tiles(self.inner.table, x.bind(self.size), x.width)
     }
 
-    /// Column groups per piece, and pieces, of a linear op.
-    fn pieces(&self, x: &Val, linear: &Linear) -> (usize, usize) {
-        let total: usize = widths(linear).map(|w| w.div_ceil(linear::COLUMN_ALIGN)).sum();
-        // Each piece of many rows reads all of x: fewer pieces, and pairs of groups for the tiles.
-        let (per_worker, unit) = match self.tiles(x) {
-            true if x.bind(self.size) > MANY_ROWS => (LONG_PIECES_PER_WORKER, 2),
-            true => (PIECES_PER_WORKER, 2),
-            false => (PIECES_PER_WORKER, 1),
-        };
-        let each = total
-            .div_ceil(per_worker * self.inner.scratch.len())
-            .max(1)
-            .next_multiple_of(unit);
-        (each, total.div_ceil(each))
+    /// How the column groups of a linear op are cut. Tiles take them in pairs.
+    fn pieces(&self, x: &Val, linear: &Linear) -> Cut {
+        let groups = widths(linear).map(|w| w.div_ceil(linear::COLUMN_ALIGN)).sum();
+        Cut::new(
+            groups,
+            if self.tiles(x) { 2 } else { 1 },
+            self.inner.scratch.len(),
+        )
     }
 
     /// Piece `piece` of the columns of a linear op.
@@ -727,8 +734,8 @@ impl Step {
             }
         };
         let form = "lowering checked the weight's form";
-        let (groups, _) = self.pieces(x, linear);
-        for (member, columns) in columns_of(linear, piece * groups..(piece + 1) * groups) {
+        let groups = self.pieces(x, linear).piece(piece);
+        for (member, columns) in columns_of(linear, groups) {
             match linear {
                 Linear::Group(members) => {
                     let m = &members[member];

@@ -4,13 +4,14 @@
 //! packed for the table when loaded, caches are plain memory. [`exec`] walks plans, [`program`] lowers them, [`ops`]
 //! are the drivers of the ops and [`kernels`] the leaves.
 
+pub(crate) mod cut;
 pub(crate) mod exec;
 pub mod isa;
 pub(crate) mod kernels;
 pub mod ops;
 pub mod pack;
 pub mod peak;
-pub(crate) mod pool;
+pub mod pool;
 pub(crate) mod program;
 pub(crate) mod storage;
 pub mod table;

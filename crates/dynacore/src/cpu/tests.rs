@@ -3,7 +3,7 @@
 use dynair::{BatchMeta, BlockId};
 
 use super::*;
-use crate::device::{Logits, Ticket};
+use crate::device::{Logits, TakeRow, Ticket};
 use crate::kv::KvType;
 use crate::self_test::cases::Rng;
 use crate::self_test::decoder::{Decoder, Tables};
@@ -309,6 +309,52 @@ fn batches_that_break_a_rule_are_refused_and_change_nothing() {
     assert!(executor.wait(Ticket(99), &mut again).is_err());
     executor.wait(ticket, &mut again).expect("runs");
     assert_eq!(again.data, expected.data);
+}
+
+#[test]
+fn rows_of_logits_are_taken_once_each_where_they_lie_and_a_panic_ends_the_executor() {
+    let model = Model::new(&Decoder::small(), KvType::F16);
+    let limits = dynair::Limits {
+        max_tokens: 16,
+        max_seqs: 2,
+        max_outputs: 16,
+    };
+    let batch = Tables::new(&model.windows, BLOCK_TOKENS, BLOCKS, 2, 1).step(&[(0, &[1, 2, 3]), (1, &[4])]);
+    for threads in [1, 3] {
+        let device = device(Isa::Portable, threads);
+        let mut executor = compile(&device, &model.case, true, limits).expect("the decoder compiles");
+        let mut expected = Logits::default();
+        let ticket = executor.submit(&batch).expect("valid");
+        executor.wait(ticket, &mut expected).expect("runs");
+        let found = Arc::new(Mutex::new(vec![None; 4]));
+        let keep = Arc::clone(&found);
+        let take: Arc<TakeRow> = Arc::new(move |row, logits: &mut [f32]| {
+            let kept = keep.lock().expect("nobody panics")[row].replace(logits.to_vec());
+            assert_eq!(kept, None, "each row once");
+            // Takers may change what they are given.
+            logits.fill(f32::NAN);
+        });
+        assert!(executor.wait_rows(Ticket(99), &take).is_err());
+        for _ in 0..2 {
+            let ticket = executor.submit(&batch).expect("valid");
+            executor.wait_rows(ticket, &take).expect("runs");
+            let rows = std::mem::replace(&mut *found.lock().expect("nobody panics"), vec![None; 4]);
+            let rows: Vec<f32> = rows.into_iter().flat_map(|r| r.expect("every row")).collect();
+            assert_eq!(rows, expected.data, "{threads} threads");
+        }
+        let panics: Arc<TakeRow> = Arc::new(|row, _: &mut [f32]| assert!(row != 2, "told to panic"));
+        let ticket = executor.submit(&batch).expect("valid");
+        let error = executor
+            .wait_rows(ticket, &panics)
+            .expect_err("a row panics")
+            .to_string();
+        assert!(error.contains("told to panic"), "{error}");
+        let error = executor
+            .submit(&batch)
+            .expect_err("the executor is done for")
+            .to_string();
+        assert!(error.contains("told to panic"), "{error}");
+    }
 }
 
 #[test]

@@ -3,9 +3,13 @@
 //! Everything comes from `/proc` and `/sys`, as text, so that a container's limits are seen as they are. Where a file
 //! is missing or does not parse, the answer falls back to what the standard library says and the limit is `None`.
 
+mod cores;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use cores::Cores;
 
 /// Cores and memory as the process sees them.
 #[derive(Debug, Clone, PartialEq)]
@@ -18,6 +22,8 @@ pub struct Topology {
     pub allowed_cpus: usize,
     /// Physical cores among the allowed CPUs.
     pub physical_cores: usize,
+    /// Those of them that are about as fast as the fastest: all but the efficiency cores of a hybrid processor.
+    pub fast_cores: usize,
     /// CPU quota of the control group in cores; `None` without a limit.
     pub quota_cores: Option<f64>,
     /// Physical memory, bytes.
@@ -39,6 +45,13 @@ impl Topology {
             .map_or_else(fallback_cpus, |s| parse_cpu_list(&s).len().max(1));
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let groups = cgroup_dirs();
+        let cores = Cores::read(Path::new("/sys"), &allowed).unwrap_or_else(|| {
+            let count = fallback_cpus();
+            Cores {
+                physical: count,
+                fast: count,
+            }
+        });
         let (limit, used) = memory_limit(&groups).map_or((None, None), |(l, u)| (Some(l), u));
         Topology {
             model_name: model_name(),
@@ -48,7 +61,8 @@ impl Topology {
             } else {
                 allowed.len()
             },
-            physical_cores: physical_cores(&allowed).unwrap_or_else(fallback_cpus),
+            physical_cores: cores.physical,
+            fast_cores: cores.fast,
             quota_cores: cpu_quota(&groups),
             memory_bytes: meminfo_bytes(&meminfo, "MemTotal:").unwrap_or(0),
             available_bytes: meminfo_bytes(&meminfo, "MemAvailable:").unwrap_or(0),
@@ -57,9 +71,15 @@ impl Topology {
         }
     }
 
-    /// Threads `--threads auto` means: physical cores within affinity mask and quota, at least 1. A fractional quota
-    /// is rounded down: a thread that is throttled half of the time holds up all others at the end of every stage.
+    /// Threads `--threads auto` means: fast physical cores within affinity mask and quota, at least 1. A fractional quota
+    /// is rounded down: a thread that is throttled half of the time holds up all others at the end of every stage. Why
+    /// efficiency cores and hyper-thread siblings do not count: DD-015.
     pub fn auto_threads(&self) -> usize {
+        self.fast_cores.min(self.granted_cores())
+    }
+
+    /// Physical cores within affinity mask and quota, at least 1: more threads than that share cores.
+    pub fn granted_cores(&self) -> usize {
         let quota = self
             .quota_cores
             .map_or(usize::MAX, |q| q.floor().max(1.0) as usize);
@@ -124,19 +144,6 @@ fn allowed_cpus() -> BTreeSet<usize> {
         .find_map(|l| l.strip_prefix("Cpus_allowed_list:"))
         .map(parse_cpu_list)
         .unwrap_or_default()
-}
-
-/// Counts sets of hyper-thread siblings among `allowed`.
-fn physical_cores(allowed: &BTreeSet<usize>) -> Option<usize> {
-    let mut cores = BTreeSet::new();
-    for cpu in allowed {
-        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
-        let first = fs::read_to_string(path)
-            .ok()
-            .and_then(|s| parse_cpu_list(&s).first().copied());
-        cores.insert(first.unwrap_or(*cpu));
-    }
-    (!cores.is_empty()).then_some(cores.len())
 }
 
 fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
@@ -255,6 +262,7 @@ mod tests {
             logical_cpus: 16,
             allowed_cpus: cores,
             physical_cores: cores,
+            fast_cores: cores,
             quota_cores: quota,
             memory_bytes: 8 << 30,
             available_bytes: 6 << 30,
@@ -280,6 +288,16 @@ mod tests {
         assert_eq!(topology(8, Some(2.5)).auto_threads(), 2);
         assert_eq!(topology(8, Some(0.5)).auto_threads(), 1);
         assert_eq!(topology(1, Some(4.0)).auto_threads(), 1);
+        let hybrid = |quota| Topology {
+            fast_cores: 6,
+            ..topology(14, quota)
+        };
+        assert_eq!(hybrid(None).auto_threads(), 6);
+        assert_eq!(hybrid(Some(4.5)).auto_threads(), 4);
+        assert_eq!(
+            (hybrid(None).granted_cores(), hybrid(Some(8.0)).granted_cores()),
+            (14, 8)
+        );
     }
 
     #[test]
@@ -321,5 +339,6 @@ mod tests {
     fn this_machine_has_a_core() {
         let t = Topology::detect();
         assert!(t.auto_threads() >= 1 && t.auto_threads() <= t.allowed_cpus.max(1));
+        assert!((1..=t.physical_cores).contains(&t.fast_cores));
     }
 }

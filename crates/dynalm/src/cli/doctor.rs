@@ -95,6 +95,8 @@ impl Findings {
             "cpu": {
                 "name": topology.model_name, "logical_cpus": topology.logical_cpus,
                 "allowed_cpus": topology.allowed_cpus, "physical_cores": topology.physical_cores,
+                "fast_cores": topology.fast_cores,
+                "auto_threads": topology.auto_threads(),
                 "quota_cores": topology.quota_cores, "threads": info.units,
                 "tables": self.isas(), "table": info.isa,
             },
@@ -154,17 +156,24 @@ impl Findings {
             .topology
             .quota_cores
             .map_or_else(String::new, |q| format!(", quota {q:.2} cores"));
+        let (physical, fast) = (self.topology.physical_cores, self.topology.fast_cores);
+        let kinds = if fast < physical {
+            format!(" ({fast} fast, {} efficiency)", physical - fast)
+        } else {
+            String::new()
+        };
         vec![
             vec!["version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()],
             vec!["cpu".to_owned(), self.topology.model_name.clone()],
             vec![
                 "cores".to_owned(),
                 format!(
-                    "{} CPUs, {} of them allowed, {} physical cores{quota}; {} worker threads",
+                    "{} CPUs, {} of them allowed, {physical} physical cores{kinds}{quota}; {} worker threads \
+                     (auto: {})",
                     self.topology.logical_cpus,
                     self.topology.allowed_cpus,
-                    self.topology.physical_cores,
-                    self.info.units
+                    self.info.units,
+                    self.topology.auto_threads()
                 ),
             ],
             vec![
@@ -189,11 +198,11 @@ impl Findings {
 
 fn warnings(topology: &Topology, info: &dynacore::DeviceInfo, failed: usize) -> Vec<String> {
     let mut all = Vec::new();
-    if info.units > topology.auto_threads() {
+    let granted = topology.granted_cores();
+    if info.units > granted {
         all.push(format!(
-            "{} threads on {} granted cores slow each other down; use --threads auto",
+            "{} threads on {granted} granted cores slow each other down; use --threads auto",
             info.units,
-            topology.auto_threads()
         ));
     }
     if info.isa == "portable" {

@@ -1,22 +1,17 @@
 //! One request inside the engine: its sampler state, its text, its times and its listener.
 
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::output::{Shown, StopFilter};
 use super::thread::RequestId;
 use super::{Deadline, Event, FinishReason, Request, Timings, TokenLogprobs, Usage};
-use crate::error::{Error, Result};
-use crate::sample::logprobs::score;
+use crate::error::Error;
 use crate::sample::params::TokenId;
-use crate::sample::{SampleError, Sampler};
+use crate::sample::rows::SharedSampler;
+use crate::sample::{RowError, RowOutcome, RowTask, SampleError, Sampled, Sampler};
 use crate::sched::Ended;
 use crate::text::{DetokenizeOptions, Detokenizer, Tokenizer};
-
-/// A token and its log-probabilities, as drawn.
-pub(super) struct Drawn {
-    pub(super) token: TokenId,
-    logprobs: Option<TokenLogprobs>,
-}
 
 /// A request that has been admitted to the scheduler.
 pub(super) struct Active {
@@ -28,7 +23,7 @@ pub(super) struct Active {
     pub(super) last_token: Option<Instant>,
     prompt: Vec<TokenId>,
     ignore_eos: bool,
-    sampler: Sampler,
+    sampler: SharedSampler,
     detokenizer: Detokenizer,
     filter: StopFilter,
     /// How many alternatives to report, and what has been scored.
@@ -55,7 +50,7 @@ impl Active {
             first_token: None,
             last_token: None,
             ignore_eos: request.ignore_eos,
-            sampler: Sampler::new(request.params, &request.prompt),
+            sampler: Arc::new(Mutex::new(Sampler::new(request.params, &request.prompt))),
             prompt: request.prompt,
             detokenizer: Detokenizer::new(tokenizer, options),
             filter: StopFilter::new(request.stop),
@@ -90,9 +85,19 @@ impl Active {
         }
     }
 
-    /// Scores the prompt's token after `position` by the logits at `position`. Positions come in order.
-    pub(super) fn score(&mut self, position: usize, logits: &[f32]) {
-        let Some((top, scores)) = &mut self.prompt_scores else {
+    /// Scores the prompt's token after `position` by the logits at `position`; `None` if nobody asked for scores.
+    pub(super) fn score_task(&self, position: usize) -> Option<RowTask> {
+        let (top, _) = self.prompt_scores.as_ref()?;
+        let token = *self.prompt.get(position + 1)?;
+        Some(RowTask::Score {
+            token,
+            top: *top as usize,
+        })
+    }
+
+    /// Takes in what came of [`Active::score_task`]. Positions come in order.
+    pub(super) fn score(&mut self, position: usize, outcome: Result<RowOutcome, RowError>) {
+        let Some((_, scores)) = &mut self.prompt_scores else {
             return;
         };
         assert_eq!(
@@ -100,10 +105,14 @@ impl Active {
             position + 1,
             "the scheduler gives a prompt's scores in order"
         );
-        let scored = score(logits, self.prompt[position + 1], *top as usize);
-        if scored.is_none() {
-            self.failure = Some(unusable());
-        }
+        let scored = match outcome {
+            Ok(RowOutcome::Scored(scored)) => Some(scored),
+            Ok(RowOutcome::Drawn(_)) => unreachable!("a row that scores draws nothing"),
+            Err(error) => {
+                self.failure = Some(row_failure(&error));
+                None
+            }
+        };
         scores.push(scored);
     }
 
@@ -117,35 +126,29 @@ impl Active {
         }
     }
 
-    /// Draws the next token.
-    ///
-    /// # Errors
-    /// If the logits are unusable.
-    pub(super) fn draw(&mut self, logits: &mut [f32], tokenizer: &Tokenizer) -> Result<Drawn> {
-        if self.ignore_eos {
-            for &token in tokenizer.vocab().eog_tokens() {
-                if let Some(logit) = logits.get_mut(token as usize) {
-                    *logit = f32::NEG_INFINITY;
-                }
+    /// Draws the next token; `ends` are the tokens that end a turn.
+    pub(super) fn draw_task(&self, ends: &Arc<[TokenId]>) -> RowTask {
+        RowTask::Draw {
+            sampler: Arc::clone(&self.sampler),
+            excluded: self.ignore_eos.then(|| Arc::clone(ends)),
+            mask: None,
+        }
+    }
+
+    /// What came of [`Active::draw_task`]; `None`, and the request has failed, if no token did.
+    pub(super) fn drawn(&mut self, outcome: Result<RowOutcome, RowError>) -> Option<Sampled> {
+        match outcome {
+            Ok(RowOutcome::Drawn(sampled)) => Some(sampled),
+            Ok(RowOutcome::Scored(_)) => unreachable!("a row that draws scores nothing"),
+            Err(error) => {
+                self.failure = Some(row_failure(&error));
+                None
             }
         }
-        let sampled = self.sampler.sample(logits, None).map_err(|error| match error {
-            SampleError::NothingAllowed => Error::Request {
-                param: Some("logit_bias".into()),
-                code: None,
-                message: error.to_string(),
-            },
-            _ => unusable(),
-        })?;
-        self.sampler.accept(sampled.token);
-        Ok(Drawn {
-            token: sampled.token,
-            logprobs: sampled.logprobs,
-        })
     }
 
     /// Takes a drawn token in and sends what may be shown; `true`: the reply ends with it.
-    pub(super) fn accept(&mut self, drawn: Drawn, tokenizer: &Tokenizer) -> bool {
+    pub(super) fn accept(&mut self, drawn: Sampled, tokenizer: &Tokenizer) -> bool {
         if tokenizer.vocab().is_eog(drawn.token) {
             return true;
         }
@@ -208,7 +211,18 @@ impl Active {
     }
 }
 
-/// The logits of a row are not numbers.
-fn unusable() -> Error {
-    Error::Internal("the model gave unusable logits for this request".into())
+/// Why a request fails for want of a row.
+fn row_failure(error: &RowError) -> Error {
+    match error {
+        RowError::Sample(SampleError::NothingAllowed) => Error::Request {
+            param: Some("logit_bias".into()),
+            code: None,
+            message: error.to_string(),
+        },
+        RowError::Sample(_) => Error::Internal("the model gave unusable logits for this request".into()),
+        RowError::Panic(_) => {
+            tracing::error!("a request has failed: {error}");
+            Error::Internal(error.to_string())
+        }
+    }
 }

@@ -1,8 +1,9 @@
 //! The engine's thread: take commands, make a step, send what came of it; and the handle that others hold.
 //!
 //! One iteration: commands and deadlines, [`Scheduler::next_batch`], the executor, sampling, [`Scheduler::commit`],
-//! events. A request that fails (an unusable row, a deadline, a listener that has gone) ends alone. A device error or
-//! a panic ends the engine: every request gets an error, later ones are refused, and whoever started the engine is told.
+//! events. Rows are sampled where the device takes them: a CPU's workers do it. A request that fails (an unusable row, a
+//! panic while its row was sampled, a deadline, a listener that has gone) ends alone. A device error or any other panic ends
+//! the engine: every request gets an error, later ones are refused, and whoever started the engine is told.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,12 +13,15 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dynacore::{Executor, Logits};
+use dynacore::{Executor, TakeRow};
 
 use super::active::Active;
 use super::{EngineConfig, EngineModel, Event, FinishReason, Request};
 use crate::error::{Error, Result};
 use crate::metrics::{Metrics, Outcome as MetricOutcome, StepPhase};
+use crate::sample::params::TokenId;
+use crate::sample::rows::panic_text;
+use crate::sample::{RowTask, StepRows};
 use crate::sched::{
     Batch, BatchRow, EndReason, Ended, GroupConfig, NewSequence, Outcome, Scheduler, SchedulerConfig, SeqId,
 };
@@ -105,6 +109,7 @@ impl EngineHandle {
             metrics,
             ..Shared::default()
         });
+        let ends = model.tokenizer.vocab().eog_tokens().into();
         let (commands, receiver) = mpsc::channel();
         let handle = EngineHandle {
             commands,
@@ -119,7 +124,7 @@ impl EngineHandle {
                 shared,
                 requests: HashMap::new(),
                 sequences: HashMap::new(),
-                logits: Logits::default(),
+                ends,
                 vocab_size: model.vocab_size,
                 counted: Counted::default(),
                 stalled: false,
@@ -207,7 +212,8 @@ struct Engine {
     shared: Arc<Shared>,
     requests: HashMap<SeqId, Active>,
     sequences: HashMap<RequestId, SeqId>,
-    logits: Logits,
+    /// Tokens that end a turn.
+    ends: Arc<[TokenId]>,
     vocab_size: usize,
     counted: Counted,
     /// The last attempt gave no step.
@@ -372,25 +378,20 @@ impl Engine {
         let begin = Instant::now();
         self.note_admissions(&batch, begin);
         let ticket = self.executor.submit(&batch.meta)?;
-        self.executor.wait(ticket, &mut self.logits)?;
-        if self.logits.rows() != batch.meta.output_rows.len() || self.logits.vocab != self.vocab_size {
-            return Err(Error::Internal(format!(
-                "the device gave {} x {} logits, expected {} x {}",
-                self.logits.rows(),
-                self.logits.vocab,
-                batch.meta.output_rows.len(),
-                self.vocab_size
-            )));
-        }
+        let rows = Arc::new(StepRows::new(self.vocab_size, self.tasks(&batch)));
+        let taken = Arc::clone(&rows);
+        let take: Arc<TakeRow> = Arc::new(move |row, logits: &mut [f32]| taken.take(row, logits));
+        self.executor.wait_rows(ticket, &take)?;
         let now = Instant::now();
         let phase = phase(&batch);
-        let outcomes: Vec<Outcome> = batch.rows.iter().map(|row| self.outcome(row, now)).collect();
-        let rows: Vec<SeqId> = batch.rows.iter().map(|row| row.seq).collect();
+        let outcomes = batch.rows.iter().map(|row| self.outcome(row, &rows, now));
+        let outcomes = outcomes.collect::<Result<Vec<Outcome>>>()?;
+        let seqs: Vec<SeqId> = batch.rows.iter().map(|row| row.seq).collect();
         let ended = self.scheduler.commit(batch, &outcomes);
         for ended in &ended {
             self.finish(ended, now);
         }
-        for seq in rows {
+        for seq in seqs {
             // The listener has gone: cancel before the next step.
             if self.requests.get(&seq).is_some_and(|active| active.gone) {
                 self.scheduler.abort(seq);
@@ -427,31 +428,46 @@ impl Engine {
         }
     }
 
+    /// What each output row of a batch is for.
+    fn tasks(&self, batch: &Batch) -> Vec<Option<RowTask>> {
+        let mut tasks = vec![None; batch.meta.output_rows.len()];
+        for row in &batch.rows {
+            let Some(active) = self.requests.get(&row.seq) else {
+                continue;
+            };
+            let first = row.first_output;
+            for i in 0..row.scores {
+                tasks[first + i] = active.score_task(row.score_position + i);
+            }
+            if row.samples > 0 {
+                tasks[first + row.scores] = Some(active.draw_task(&self.ends));
+            }
+        }
+        tasks
+    }
+
     /// What came of one sequence's rows: scores of its prompt, a token, or nothing yet.
-    fn outcome(&mut self, row: &BatchRow, now: Instant) -> Outcome {
+    fn outcome(&mut self, row: &BatchRow, rows: &StepRows, now: Instant) -> Result<Outcome> {
         let Some(active) = self.requests.get_mut(&row.seq) else {
             // Aborted sequences are passed over by the commit; one that we do not know must not go on.
-            return Outcome::Fail;
+            return Ok(Outcome::Fail);
         };
-        for i in 0..row.scores {
-            active.score(row.score_position + i, self.logits.row(row.first_output + i));
+        let missing =
+            || Error::Internal("the device gave no logits, or of another size than asked for".into());
+        let scored = (0..row.scores).map(|i| (row.score_position + i, row.first_output + i));
+        for (position, output) in scored.filter(|&(_, output)| rows.is_needed(output)) {
+            active.score(position, rows.outcome(output).ok_or_else(missing)?);
         }
         if active.failure.is_some() {
-            return Outcome::Fail;
+            return Ok(Outcome::Fail);
         }
         if row.samples == 0 {
-            return Outcome::Continue(Vec::new());
+            return Ok(Outcome::Continue(Vec::new()));
         }
-        let columns = self.logits.vocab;
-        let first = (row.first_output + row.scores) * columns;
-        let logits = &mut self.logits.data[first..first + columns];
         active.send_scores();
-        let drawn = match active.draw(logits, &self.tokenizer) {
-            Ok(drawn) => drawn,
-            Err(error) => {
-                active.failure = Some(error);
-                return Outcome::Fail;
-            }
+        let outcome = rows.outcome(row.first_output + row.scores).ok_or_else(missing)?;
+        let Some(drawn) = active.drawn(outcome) else {
+            return Ok(Outcome::Fail);
         };
         let metrics = &self.shared.metrics;
         metrics.generation_tokens.inc();
@@ -465,11 +481,12 @@ impl Engine {
             }
         }
         let tokens = vec![drawn.token];
-        if active.accept(drawn, &self.tokenizer) {
+        let ends = active.accept(drawn, &self.tokenizer);
+        Ok(if ends {
             Outcome::End(tokens)
         } else {
             Outcome::Continue(tokens)
-        }
+        })
     }
 
     /// A sequence has ended: the last events.
@@ -534,12 +551,4 @@ fn phase(batch: &Batch) -> StepPhase {
         all if all == batch.rows.len() => StepPhase::decode,
         _ => StepPhase::mixed,
     }
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    panic
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("without a message")
 }

@@ -9,8 +9,6 @@
 //! [`math::Candidate`]), and all sums, cuts and the draw are integer arithmetic. No pass sorts the
 //! vocabulary: top-k keeps a small buffer, the others work on candidates near the top and halve ranges.
 
-use rayon::prelude::*;
-
 use super::logprobs::{Distribution, TokenLogprobs};
 use super::math::{self, Candidate};
 use super::params::{SamplingParams, TokenId};
@@ -27,9 +25,6 @@ const TOP_P_REACH: [f32; 3] = [4.0, 9.0, 20.0];
 
 /// Added to the reach of min-p when candidates are collected; the cut itself is by exact weights.
 const MIN_P_SLACK: f32 = 0.01;
-
-/// Rows are sampled in parallel from this many logits on: below, waking threads costs more than it saves.
-const PARALLEL_LOGITS: usize = 1 << 17;
 
 /// Room for candidates that a sampler keeps from draw to draw.
 const KEPT_CANDIDATES: usize = 1 << 12;
@@ -307,26 +302,4 @@ fn sum(candidates: &[Candidate]) -> u64 {
 /// The part `p` of `total`, rounded up, at least 1.
 fn part(p: f32, total: u64) -> u64 {
     ((f64::from(p) * total as f64).ceil() as u64).clamp(1, total.max(1))
-}
-
-/// A row to sample.
-#[derive(Debug)]
-pub struct Job<'a> {
-    /// The sequence's sampler.
-    pub sampler: &'a mut Sampler,
-    /// Its logits `[vocab]`; they are changed.
-    pub logits: &'a mut [f32],
-    /// Tokens a grammar allows.
-    pub mask: Option<TokenMask<'a>>,
-}
-
-/// Samples rows of different sequences, in parallel where that is worth it. Results in the order of the jobs.
-pub fn sample_rows(jobs: Vec<Job<'_>>) -> Vec<Result<Sampled, SampleError>> {
-    let work: usize = jobs.iter().map(|job| job.logits.len()).sum();
-    let run = |job: Job<'_>| job.sampler.sample(job.logits, job.mask);
-    if jobs.len() > 1 && work >= PARALLEL_LOGITS {
-        jobs.into_par_iter().map(run).collect()
-    } else {
-        jobs.into_iter().map(run).collect()
-    }
 }

@@ -10,9 +10,11 @@ pub mod math;
 pub mod params;
 pub mod penalty;
 pub mod rng;
+pub mod rows;
 
-pub use chain::{Job, SampleError, Sampled, Sampler, TokenMask, sample_rows};
+pub use chain::{SampleError, Sampled, Sampler, TokenMask};
 pub use logprobs::TokenLogprobs;
+pub use rows::{RowError, RowOutcome, RowTask, StepRows};
 
 #[cfg(test)]
 mod tests;

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::chain::{GREEDY_BELOW, Job, SampleError, Sampler, TokenMask, sample_rows};
+use super::chain::{GREEDY_BELOW, SampleError, Sampler, TokenMask};
 use super::math::{self, Candidate};
 use super::params::SamplingParams;
 use super::{logprobs, rng};
@@ -269,36 +269,6 @@ fn a_mask_excludes_and_logprobs_stay_those_of_the_model() {
     );
     let nothing = Sampler::new(p, &[]).sample(&mut logits.clone(), Some(TokenMask(&[])));
     assert_eq!(nothing, Err(SampleError::NothingAllowed));
-}
-
-#[test]
-fn a_broken_row_fails_alone() {
-    let mut samplers = vec![Sampler::new(params(|_| {}), &[]); 4];
-    let mut rows = vec![
-        row(70_000, 1),
-        row(70_000, 2),
-        row(70_000, 3),
-        vec![f32::NEG_INFINITY; 70_000],
-    ];
-    rows[1][69_999] = f32::NAN;
-    rows[2][5] = f32::INFINITY;
-    let alone = samplers[0].clone().sample(&mut rows[0].clone(), None).unwrap();
-    let jobs = samplers
-        .iter_mut()
-        .zip(&mut rows)
-        .map(|(sampler, logits)| Job {
-            sampler,
-            logits,
-            mask: None,
-        })
-        .collect();
-    let results = sample_rows(jobs);
-    assert_eq!(results[0], Ok(alone));
-    assert!(
-        results[1..]
-            .iter()
-            .all(|result| *result == Err(SampleError::NotFinite))
-    );
 }
 
 #[test]

@@ -232,6 +232,14 @@ fn doctor_reports_and_prints_every_step_of_a_plan() {
         "{json:#}"
     );
     assert_eq!(json["cpu"]["threads"], 1);
+    let count = |key: &str| {
+        json["cpu"][key]
+            .as_u64()
+            .unwrap_or_else(|| panic!("{key}: {json:#}"))
+    };
+    assert!(count("fast_cores") >= 1 && count("fast_cores") <= count("physical_cores"));
+    assert!(count("physical_cores") <= count("allowed_cpus"));
+    assert!(count("auto_threads") >= 1 && count("auto_threads") <= count("fast_cores"));
     let json = home
         .run(&["doctor", &model, "--plan", "--json", "--no-test"])
         .ok()

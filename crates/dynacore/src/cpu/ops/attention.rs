@@ -3,8 +3,9 @@
 //! An item is (sequence, key/value head, a tile of rows, a run of chunks); its *lines* are the query heads of the
 //! group times the tile's rows, so that keys and values are read once for all of them. A line's parts of the softmax
 //! are made chunk by chunk (see [`crate::cpu::kernels::generic::attention`]) and merged in the order of the chunks.
-//! Where a step has few items (one user, long context), chunks become items of their own, their parts go to memory,
-//! and a second phase merges them in that same order: the split changes who computes, never what.
+//! A tile that is a large part of the step (one user, or one long context among short ones) is split: its chunks become
+//! items of their own, their parts go to memory, and a second phase merges them in that same order. The split changes who
+//! computes, never what.
 //!
 //! Where the table has tiles and the mode allows them, rows of a sequence that make up [`WIDE_FROM`] lines or more go
 //! to [`wide`], which takes many lines together and does all chunks of an item.
@@ -24,7 +25,7 @@ use crate::cpu::pool::shared::SharedMem;
 use crate::cpu::program::AttnClass;
 use crate::cpu::storage::CpuCache;
 
-/// Below this many items per worker, chunks become items.
+/// A tile that costs more than this part of a worker's share of the step is split.
 const ITEMS_PER_WORKER: usize = 4;
 
 /// From this many lines of a sequence on, tiles are faster. Measured with `step_profile`.
@@ -37,6 +38,13 @@ const WIDE_LINES: usize = 256;
 /// Least, where there are more: a block.
 const WIDE_LEAST: usize = 32;
 
+/// What reading the keys and values of a chunk costs, in lines computed with them. Like [`WIDE_GAIN`] it moves work between
+/// workers and changes no result.
+const READ_LINES: usize = 4;
+
+/// Lines made from tiles that take about as long as one that is not.
+const WIDE_GAIN: usize = 4;
+
 /// Rows of one sequence that are computed together.
 #[derive(Debug, Clone, PartialEq)]
 struct Tile {
@@ -47,10 +55,23 @@ struct Tile {
     position: usize,
     /// Chunks any row sees.
     chunks: Range<usize>,
-    /// Where its parts lie, if its chunks are items: the first element of its first (head, chunk) slot.
-    parts: usize,
-    /// Whether it is made from tiles; its chunks are no items then.
+    /// Where its parts lie, if it is split: the first element of its first (head, chunk) slot.
+    parts: Option<usize>,
+    /// Whether it is made from tiles; it is never split then.
     wide: bool,
+}
+
+impl Tile {
+    /// What a chunk of it costs, with `heads` query heads, in lines.
+    fn chunk_cost(&self, heads: usize) -> usize {
+        let lines = self.rows.len() * heads;
+        READ_LINES
+            + if self.wide {
+                lines.div_ceil(WIDE_GAIN)
+            } else {
+                lines
+            }
+    }
 }
 
 /// The work items of one attention class in one step.
@@ -59,8 +80,8 @@ pub(crate) struct Items {
     tiles: Vec<Tile>,
     /// (tile, chunks), each to be done for every head part.
     work: Vec<(usize, Range<usize>)>,
-    /// Whether chunks are items of their own.
-    split: bool,
+    /// Tiles that are split.
+    split: Vec<usize>,
     /// Elements of memory for parts.
     pub(crate) part_elements: usize,
     /// Key/value heads times parts of a group.
@@ -127,27 +148,29 @@ impl Items {
                     rows,
                     position,
                     chunks,
-                    parts: 0,
+                    parts: None,
                     wide,
                 });
             }
         }
-        let split = tiles.len() * head_parts < ITEMS_PER_WORKER * workers
-            && workers > 1
-            && tiles.iter().any(|t| t.chunks.len() > 1 && !t.wide);
-        let mut work = Vec::new();
-        let mut part_elements = 0;
+        let cost = |tile: &Tile| tile.chunk_cost(shape.part);
+        let all: usize = tiles.iter().map(|t| t.chunks.len() * cost(t)).sum();
+        let most = all * head_parts / (ITEMS_PER_WORKER * workers);
+        let (mut work, mut split, mut part_elements) = (Vec::new(), Vec::new(), 0);
         for (i, tile) in tiles.iter_mut().enumerate() {
-            if split && !tile.wide {
-                tile.parts = part_elements;
-                part_elements += head_parts * tile.chunks.len() * shape.slot();
-                work.extend(tile.chunks.clone().map(|c| (i, c..c + 1)));
-            } else {
-                work.push((i, tile.chunks.clone()));
+            let chunks = tile.chunks.clone();
+            let whole = workers == 1 || tile.wide || chunks.len() == 1;
+            if whole || chunks.len() * cost(tile) <= most {
+                work.push((i, chunks));
+                continue;
             }
+            tile.parts = Some(part_elements);
+            part_elements += head_parts * chunks.len() * shape.slot();
+            split.push(i);
+            work.extend(chunks.map(|c| (i, c..c + 1)));
         }
         // Long items first, so that the last ones to be taken are short.
-        work.sort_by_key(|(tile, chunks)| std::cmp::Reverse(chunks.len() * tiles[*tile].rows.len()));
+        work.sort_by_key(|(tile, chunks)| std::cmp::Reverse(chunks.len() * cost(&tiles[*tile])));
         Items {
             tiles,
             work,
@@ -165,11 +188,7 @@ impl Items {
 
     /// Items of the merging phase; 0 if there is nothing to merge.
     pub(crate) fn merge_count(&self) -> usize {
-        if self.split {
-            self.tiles.len() * self.head_parts
-        } else {
-            0
-        }
+        self.split.len() * self.head_parts
     }
 }
 
@@ -269,8 +288,8 @@ impl<'a> Layer<'a> {
             let seen = self.seen(&lines, chunk);
             self.chunk(cache, &lines, chunk, &seen[..count], scratch);
             let Scratch { part, total, .. } = scratch;
-            if self.items.split {
-                let at = self.slot(lines.tile, head_part, chunk);
+            if let Some(parts) = lines.tile.parts {
+                let at = parts + self.slot(lines.tile, head_part, chunk);
                 let memory = self.parts.write(at..at + shape.slot());
                 let (numbers, acc) = memory.split_at_mut(2 * MAX_LINES);
                 numbers[..MAX_LINES].copy_from_slice(&part.max);
@@ -280,21 +299,20 @@ impl<'a> Layer<'a> {
                 self.merge(count, &part.max, &part.sum, &part.acc, total);
             }
         }
-        if !self.items.split {
+        if lines.tile.parts.is_none() {
             self.finish(&lines, &scratch.total);
         }
     }
 
     /// Item `item` of the merging phase.
     pub(crate) fn merge_item(&self, item: usize, scratch: &mut Scratch) {
-        let lines = self.lines(item / self.items.head_parts, item % self.items.head_parts);
-        if lines.tile.wide {
-            return;
-        }
+        let tile = self.items.split[item / self.items.head_parts];
+        let lines = self.lines(tile, item % self.items.head_parts);
+        let parts = lines.tile.parts.expect("a tile that is split has parts");
         let count = lines.heads * lines.tile.rows.len();
         scratch.total.sum = [0.0; MAX_LINES];
         for chunk in lines.tile.chunks.clone() {
-            let at = self.slot(lines.tile, item % self.items.head_parts, chunk);
+            let at = parts + self.slot(lines.tile, item % self.items.head_parts, chunk);
             let memory = self.parts.read(at..at + self.items.shape.slot());
             let (max, rest) = memory.split_at(MAX_LINES);
             let (sum, acc) = rest.split_at(MAX_LINES);
@@ -303,9 +321,10 @@ impl<'a> Layer<'a> {
         self.finish(&lines, &scratch.total);
     }
 
+    /// Where the parts of a head part and chunk lie among those of their tile.
     fn slot(&self, tile: &Tile, head_part: usize, chunk: usize) -> usize {
         let index = head_part * tile.chunks.len() + (chunk - tile.chunks.start);
-        tile.parts + index * self.items.shape.slot()
+        index * self.items.shape.slot()
     }
 
     fn load_queries(&self, lines: &Lines<'_>, q: usize, out: &mut [f32]) {
@@ -443,6 +462,88 @@ impl<'a> Layer<'a> {
                 self.table
                     .scale(1.0 / total.sum[line], &total.acc[line * stride..][..dim], out);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dynair::SeqSpan;
+
+    /// Rows and tokens in all of each sequence.
+    fn items(seqs: &[(u32, u32)], workers: usize, wide: bool) -> Items {
+        let class = AttnClass {
+            num_heads: 9,
+            num_kv_heads: 3,
+            window: None,
+            group: 0,
+            head_dim: 64,
+        };
+        let mut batch = BatchMeta::default();
+        for &(rows, context_len) in seqs {
+            let first_row = batch.positions.len() as u32;
+            batch.positions.extend(context_len - rows..context_len);
+            batch.seqs.push(SeqSpan {
+                first_row,
+                rows,
+                context_len,
+            });
+        }
+        Items::new(&class, &batch, workers, wide)
+    }
+
+    /// Every chunk of every tile is in one item, and parts of split tiles do not overlap.
+    fn check(items: &Items) {
+        let mut chunks: Vec<Vec<usize>> = vec![Vec::new(); items.tiles.len()];
+        for (tile, run) in &items.work {
+            chunks[*tile].extend(run.clone());
+        }
+        let mut parts = 0;
+        for (i, (tile, mut found)) in items.tiles.iter().zip(chunks).enumerate() {
+            found.sort_unstable();
+            assert!(found.into_iter().eq(tile.chunks.clone()), "{tile:?}");
+            assert_eq!(tile.parts.is_some(), items.split.contains(&i));
+            if let Some(at) = tile.parts {
+                assert_eq!(at, parts);
+                parts += items.head_parts * tile.chunks.len() * items.shape.slot();
+            }
+        }
+        assert_eq!(items.part_elements, parts);
+    }
+
+    #[test]
+    fn a_step_of_long_and_short_sequences_leaves_no_worker_idle() {
+        let steps: [&[(u32, u32)]; 5] = [
+            &[(1, 8000)],
+            &[(1, 8000), (1, 100), (1, 300)],
+            &[(1, 16000), (64, 64)],
+            &[(256, 256), (1, 2000), (1, 500), (1, 9000)],
+            &[(512, 8192)],
+        ];
+        let all = steps
+            .iter()
+            .flat_map(|s| [1, 2, 3, 8].map(|workers| (s, workers)));
+        for ((seqs, workers), wide) in all.flat_map(|case| [(case, false), (case, true)]) {
+            let items = items(seqs, workers, wide);
+            check(&items);
+            let cost = |(tile, chunks): &(usize, Range<usize>)| {
+                chunks.len() * items.tiles[*tile].chunk_cost(items.shape.part)
+            };
+            // Whoever is free takes the next item.
+            let mut busy = vec![0; workers];
+            for _ in 0..items.head_parts {
+                for work in &items.work {
+                    *busy.iter_mut().min().expect("a worker") += cost(work);
+                }
+            }
+            let (last, all) = (busy.iter().max().expect("a worker"), busy.iter().sum::<usize>());
+            let idle = 1.0 - all as f64 / (last * workers) as f64;
+            assert!(
+                idle < 0.1,
+                "{seqs:?}, {workers} workers, wide {wide}: idle {idle:.2}"
+            );
+            assert!(workers > 1 || items.split.is_empty(), "one worker merges nothing");
         }
     }
 }

@@ -542,7 +542,7 @@ fn machine() -> Value {
     let (os, arch) = settings::platform();
     json!({
         "cpu": t.model_name, "logical_cpus": t.logical_cpus, "physical_cores": t.physical_cores,
-        "quota_cores": t.quota_cores, "memory_bytes": t.total_bytes(), "os": os, "arch": arch,
+        "fast_cores": t.fast_cores, "quota_cores": t.quota_cores, "memory_bytes": t.total_bytes(), "os": os, "arch": arch,
     })
 }
 
