@@ -30,6 +30,7 @@ fn count(n: u32) -> __m128i {
 impl Lanes for Avx512 {
     type I = __m512i;
     type F = __m512;
+    type X = __m512i;
     const WIDTH: usize = 16;
     const TILE: usize = 8;
 
@@ -54,6 +55,7 @@ impl Lanes for Avx512 {
         shl16(a: __m512i, n: u32) -> __m512i { _mm512_sll_epi16(a, count(n)) }
         shr16(a: __m512i, n: u32) -> __m512i { _mm512_srl_epi16(a, count(n)) }
         sar16(a: __m512i, n: u32) -> __m512i { _mm512_sra_epi16(a, count(n)) }
+        ordered(a: __m512i) -> __m512i { a }
         dot(acc: __m512i, a: __m512i, b: __m512i) -> __m512i { _mm512_dpwssd_epi32(acc, a, b) }
         to_f(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
         zero_f() -> __m512 { _mm512_setzero_ps() }
@@ -80,6 +82,7 @@ impl Lanes for Avx512 {
             _mm512_castsi512_ps(_mm512_max_epi32(normal, subnormal))
         }}
         each(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
+        codes(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m512 { _mm512_set1_ps(p.cast::<f32>().read_unaligned()) }
     }
 
