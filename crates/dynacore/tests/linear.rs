@@ -290,7 +290,13 @@ fn products_have_the_same_bits_on_every_architecture() {
         let mut random = Random(21);
         let found = DType::WEIGHTS.map(|dtype| {
             let (rows, cols) = (33, 768);
-            let w = packed(table, dtype, rows, cols, &weight_bytes(dtype, rows, cols, &mut random));
+            let w = packed(
+                table,
+                dtype,
+                rows,
+                cols,
+                &weight_bytes(dtype, rows, cols, &mut random),
+            );
             let x = activations("outliers", 13, cols, &mut random);
             fingerprint(&product(table, &w, None, &x, &[]))
         });

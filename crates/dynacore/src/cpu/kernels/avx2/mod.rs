@@ -77,7 +77,6 @@ impl Lanes for Avx2 {
         shl16(a: __m256i, n: u32) -> __m256i { _mm256_sll_epi16(a, count(n)) }
         shr16(a: __m256i, n: u32) -> __m256i { _mm256_srl_epi16(a, count(n)) }
         sar16(a: __m256i, n: u32) -> __m256i { _mm256_sra_epi16(a, count(n)) }
-        ordered(a: __m256i) -> __m256i { a }
         dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i { dot(acc, a, b) }
         to_f(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
         zero_f() -> __m256 { _mm256_setzero_ps() }
@@ -106,6 +105,11 @@ impl Lanes for Avx2 {
         each(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
         codes(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m256 { _mm256_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn ordered(self, a: __m256i) -> __m256i {
+        a
     }
 
     #[inline(always)]

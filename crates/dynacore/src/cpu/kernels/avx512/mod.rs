@@ -55,7 +55,6 @@ impl Lanes for Avx512 {
         shl16(a: __m512i, n: u32) -> __m512i { _mm512_sll_epi16(a, count(n)) }
         shr16(a: __m512i, n: u32) -> __m512i { _mm512_srl_epi16(a, count(n)) }
         sar16(a: __m512i, n: u32) -> __m512i { _mm512_sra_epi16(a, count(n)) }
-        ordered(a: __m512i) -> __m512i { a }
         dot(acc: __m512i, a: __m512i, b: __m512i) -> __m512i { _mm512_dpwssd_epi32(acc, a, b) }
         to_f(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
         zero_f() -> __m512 { _mm512_setzero_ps() }
@@ -84,6 +83,11 @@ impl Lanes for Avx512 {
         each(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
         codes(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m512 { _mm512_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn ordered(self, a: __m512i) -> __m512i {
+        a
     }
 
     #[inline(always)]

@@ -119,7 +119,7 @@ const PANEL: usize = 8;
 /// Octets of a group.
 const OCTETS: usize = GROUP / 8;
 
-/// Bytes of an octet of a vector of rows of width `W`.
+/// Bytes of an octet of a vector of rows.
 const fn octet_bytes<L: Lanes>() -> usize {
     8 * L::WIDTH
 }
@@ -268,6 +268,15 @@ unsafe fn gemv_half<B: Bytes, T: QuantFormat, const N: usize, const HALF: usize>
     }
 }
 
+/// Moves sums of both planes into totals. A loop: closures are not always inlined.
+#[inline(always)]
+fn totals<B: Bytes, const N: usize>(b: B, sums: &mut [B::Sum; N], totals: &mut [I<B>; N]) {
+    for n in 0..N {
+        totals[n] = b.total(sums[n]);
+        sums[n] = b.zero();
+    }
+}
+
 /// One group of 32 and one vector of rows.
 ///
 /// # Safety
@@ -294,13 +303,13 @@ unsafe fn gemv_group<B: Bytes, T: QuantFormat, const N: usize, const HALF: usize
                 acc[n] = b.dot(acc[n], octet, b.codes(x[n].add(16 * q)));
             }
             if T::HALVES && q == 1 {
-                first = acc.map(|acc| b.total(acc));
-                acc = [b.zero(); N];
+                totals(b, &mut acc, &mut first);
             }
         });
-        let acc = acc.map(|acc| b.total(acc));
+        let mut last = [l.zero(); N];
+        totals(b, &mut acc, &mut last);
         let block = (head, body, j);
-        finish_group::<B::Lanes, T, N, HALF>(l, T::BYTE_OFFSET_BITS, block, x, (&first, &acc), sums);
+        finish_group::<B::Lanes, T, N, HALF>(l, T::BYTE_OFFSET_BITS, block, x, (&first, &last), sums);
     }
 }
 
@@ -370,22 +379,23 @@ unsafe fn expand_group<B: Bytes, T: QuantFormat, const HALF: usize>(
     unsafe {
         let Factors { d, subscales, mins } = T::factors::<B::Lanes, HALF>(l, head, body, j);
         let offset = l.splat(((1 << T::BYTE_OFFSET_BITS) & !1) * 0x0101_0101);
-        let codes = |i| {
-            let codes = T::bytes::<B::Lanes, HALF>(l, body, j, i);
-            match T::BYTE_OFFSET_BITS {
-                0 => codes,
-                _ => b.sub8(codes, offset),
-            }
-        };
         four_times!(q => {
-            let [first, second] = b.octet(codes(2 * q), codes(2 * q + 1));
+            let mut codes = [
+                T::bytes::<B::Lanes, HALF>(l, body, j, 2 * q),
+                T::bytes::<B::Lanes, HALF>(l, body, j, 2 * q + 1),
+            ];
+            if T::BYTE_OFFSET_BITS > 0 {
+                codes = [b.sub8(codes[0], offset), b.sub8(codes[1], offset)];
+            }
+            let [first, second] = b.octet(codes[0], codes[1]);
             let out = out.add((v * OCTETS + q) * octet_bytes::<B::Lanes>());
             l.store(out, first);
             l.store(out.add(vector), second);
         });
         l.store_f(out.add(AT_D + v * vector), d);
-        for (i, subscale) in subscales.into_iter().enumerate().filter(|_| T::HALVES) {
-            l.store(out.add(AT_SUBSCALES + i * LINE + v * vector), subscale);
+        if T::HALVES {
+            l.store(out.add(AT_SUBSCALES + v * vector), subscales[0]);
+            l.store(out.add(AT_SUBSCALES + LINE + v * vector), subscales[1]);
         }
         for (i, min) in mins.into_iter().enumerate().take(T::MINS) {
             l.store_f(out.add(AT_MINS + i * LINE + v * vector), min);
@@ -410,7 +420,10 @@ pub(crate) unsafe fn tile<B: Bytes, const HALVES: bool, const MINS: usize, const
     for v in 0..ROWS / B::Lanes::WIDTH {
         // SAFETY: group g < count of the panel, and its record in row n < N; row n and vector v of `acc`.
         unsafe {
-            let mut totals: [F<B>; N] = std::array::from_fn(|n| l.load_f(acc.add(n * LINE + v * vector)));
+            let mut outputs = [l.zero_f(); N];
+            for (n, output) in outputs.iter_mut().enumerate() {
+                *output = l.load_f(acc.add(n * LINE + v * vector));
+            }
             for g in 0..a.count {
                 let group = a.panel.add(g * PANEL_GROUP);
                 let w = group.add(v * OCTETS * octet_bytes::<B::Lanes>());
@@ -424,30 +437,34 @@ pub(crate) unsafe fn tile<B: Bytes, const HALVES: bool, const MINS: usize, const
                         sums[n] = b.dot(sums[n], octet, b.codes(x[n].add(16 * q)));
                     }
                     if HALVES && q == 1 {
-                        first = sums.map(|sum| b.total(sum));
-                        sums = [b.zero(); N];
+                        totals(b, &mut sums, &mut first);
                     }
                 });
-                let line = |at: usize| l.load_f(group.add(at + v * vector));
-                let mins = [
-                    if MINS > 0 { line(AT_MINS) } else { l.zero_f() },
-                    if MINS > 1 {
-                        line(AT_MINS + LINE)
-                    } else {
-                        l.zero_f()
-                    },
-                ];
-                let scale = |i: usize| l.load(group.add(AT_SUBSCALES + i * LINE + v * vector));
+                let mut last = [l.zero(); N];
+                totals(b, &mut sums, &mut last);
+                let factors = group.add(v * vector);
+                let d = l.load_f(factors.add(AT_D));
+                let (mut scales, mut mins) = ([l.zero(); 2], [l.zero_f(); 2]);
+                if HALVES {
+                    scales = [
+                        l.load(factors.add(AT_SUBSCALES)),
+                        l.load(factors.add(AT_SUBSCALES + LINE)),
+                    ];
+                }
+                for (i, min) in mins.iter_mut().enumerate().take(MINS) {
+                    *min = l.load_f(factors.add(AT_MINS + i * LINE));
+                }
                 for n in 0..N {
-                    let i = match b.total(sums[n]) {
-                        sum if HALVES => l.add(l.mul(first[n], scale(0)), l.mul(sum, scale(1))),
-                        sum => sum,
+                    let i = if HALVES {
+                        l.add(l.mul(first[n], scales[0]), l.mul(last[n], scales[1]))
+                    } else {
+                        last[n]
                     };
-                    totals[n] = combine(l, MINS, i, (line(AT_D), mins), x[n], totals[n]);
+                    outputs[n] = combine(l, MINS, i, (d, mins), x[n], outputs[n]);
                 }
             }
-            for (n, total) in totals.into_iter().enumerate() {
-                l.store_f(acc.add(n * LINE + v * vector), total);
+            for (n, output) in outputs.into_iter().enumerate() {
+                l.store_f(acc.add(n * LINE + v * vector), output);
             }
         }
     }

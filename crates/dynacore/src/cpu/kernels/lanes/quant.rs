@@ -256,6 +256,12 @@ unsafe fn gemv_half<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>
     }
 }
 
+/// Both pairs of a quad for [`Lanes::dot`]. Written out: closures are not always inlined.
+#[inline(always)]
+fn ordered<L: Lanes>(l: L, [a, b]: [L::I; 2]) -> [L::I; 2] {
+    [l.ordered(a), l.ordered(b)]
+}
+
 /// One group of 32, both vectors of a row group: each broadcast of x serves both at once, which keeps few values alive.
 ///
 /// # Safety
@@ -275,9 +281,9 @@ unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize
         let mut first = [[l.zero(); N]; 2];
         eight_times!(k => {
             let i = quad_at::<T>(k);
-            let codes = T::quad::<L, HALF>(l, body, j, i).map(|pair| l.ordered(pair));
+            let codes = ordered(l, T::quad::<L, HALF>(l, body, j, i));
             let second = if const { L::WIDTH < ROWS } {
-                T::quad::<L, HALF>(l, body.add(4 * L::WIDTH), j, i).map(|pair| l.ordered(pair))
+                ordered(l, T::quad::<L, HALF>(l, body.add(4 * L::WIDTH), j, i))
             } else {
                 codes
             };
