@@ -11,7 +11,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::quant::{Expand, Gemv, Tile, combine, finish_group, prefetch};
+use super::quant::{Expand, Gemv, Tile, combine, finish_group, prefetch, records};
 use super::types::{Factors, QuantFormat};
 use super::{Lanes, split, with_rows};
 use crate::cpu::kernels::{GROUP, GroupArgs, LINE, RECORD, ROWS};
@@ -268,7 +268,7 @@ unsafe fn gemv_half<B: Bytes, T: QuantFormat, const N: usize, const HALF: usize>
     }
 }
 
-/// Moves sums of both planes into totals. A loop: closures are not always inlined.
+/// Moves sums of both planes into totals.
 #[inline(always)]
 fn totals<B: Bytes, const N: usize>(b: B, sums: &mut [B::Sum; N], totals: &mut [I<B>; N]) {
     for n in 0..N {
@@ -291,7 +291,7 @@ unsafe fn gemv_group<B: Bytes, T: QuantFormat, const N: usize, const HALF: usize
     let l = b.lanes();
     // SAFETY: all reads are of the group's block and records, as the caller promises.
     unsafe {
-        let x: [*const u8; N] = std::array::from_fn(|n| x.add(n * stride));
+        let x = records::<N>(x, stride);
         let mut acc = [b.zero(); N];
         let mut first = [l.zero(); N];
         four_times!(q => {
@@ -427,7 +427,7 @@ pub(crate) unsafe fn tile<B: Bytes, const HALVES: bool, const MINS: usize, const
             for g in 0..a.count {
                 let group = a.panel.add(g * PANEL_GROUP);
                 let w = group.add(v * OCTETS * octet_bytes::<B::Lanes>());
-                let x: [*const u8; N] = std::array::from_fn(|n| a.records.add(g * RECORD + n * a.stride));
+                let x = records::<N>(a.records.add(g * RECORD), a.stride);
                 let mut sums = [b.zero(); N];
                 let mut first = [l.zero(); N];
                 four_times!(q => {

@@ -256,7 +256,18 @@ unsafe fn gemv_half<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>
     }
 }
 
-/// Both pairs of a quad for [`Lanes::dot`]. Written out: closures are not always inlined.
+/// One group's records of N rows. A loop: what the library calls for the elements of an array is not always inlined, and
+/// a call in the innermost loop empties the vector registers.
+#[inline(always)]
+pub(super) fn records<const N: usize>(first: *const u8, stride: usize) -> [*const u8; N] {
+    let mut rows = [first; N];
+    for (n, row) in rows.iter_mut().enumerate() {
+        *row = first.wrapping_add(n * stride);
+    }
+    rows
+}
+
+/// Both pairs of a quad for [`Lanes::dot`].
 #[inline(always)]
 fn ordered<L: Lanes>(l: L, [a, b]: [L::I; 2]) -> [L::I; 2] {
     [l.ordered(a), l.ordered(b)]
@@ -276,7 +287,7 @@ unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize
 ) {
     // SAFETY: all reads are of the group's block and records, as the caller promises.
     unsafe {
-        let x: [*const u8; N] = std::array::from_fn(|n| x.add(n * stride));
+        let x = records::<N>(x, stride);
         let mut acc = [[l.zero(); N]; 2];
         let mut first = [[l.zero(); N]; 2];
         eight_times!(k => {
@@ -441,7 +452,8 @@ unsafe fn expand_group<L: Lanes, T: QuantFormat, const HALF: usize>(
     // SAFETY: the caller's promise.
     unsafe {
         let Factors { d, subscales, mins } = T::factors::<L, HALF>(l, head, body, j);
-        let scales = subscales.map(|s| l.or(l.and(s, l.splat(0xffff)), l.shl(s, 16)));
+        let twice = |s: L::I| l.or(l.and(s, l.splat(0xffff)), l.shl(s, 16));
+        let scales = [twice(subscales[0]), twice(subscales[1])];
         let offset = l.splat(((1 << T::OFFSET_BITS) & !1) * 0x0001_0001);
         eight_times!(k => {
             let i = quad_at::<T>(k);
@@ -486,7 +498,7 @@ pub(crate) unsafe fn tile<L: Lanes, const MINS: usize, const N: usize>(l: L, a: 
         }
         for g in 0..a.count {
             let w = a.panel.add(g * PANEL_GROUP);
-            let x: [*const u8; N] = std::array::from_fn(|n| a.records.add(g * RECORD + n * a.stride));
+            let x = records::<N>(a.records.add(g * RECORD), a.stride);
             let mut sums = [[l.zero(); 2]; N];
             for outer in 0..CODE_LINES / UNROLL {
                 for inner in 0..UNROLL {
