@@ -198,7 +198,7 @@ impl Lanes for Neon {
     fn prefetch(self, p: *const u8) {
         // SAFETY: a prefetch of any address is harmless, and every AArch64 has the instruction.
         unsafe {
-            asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nomem, nostack, preserves_flags));
+            asm!("prfm pldl1keep, [{p}]", p = in(reg) p.addr(), options(nomem, nostack, preserves_flags));
         }
     }
 
