@@ -45,7 +45,6 @@ macro_rules! each_kernel {
 macro_rules! define_table {
     ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) = $body:path;)*) => {
         /// See the module's docs.
-        #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "tiles alone load rows"))]
         pub(crate) struct OpTable {
             $($name: unsafe fn($($ty),*),)*
         }
