@@ -1,5 +1,6 @@
 //! Developer commands of the workspace: `cargo xtask <command>`.
 
+mod neon;
 mod test;
 mod tidy;
 
@@ -24,6 +25,11 @@ enum Command {
     },
     /// Run every test of the workspace, then the real `openai` client against the real server.
     Test,
+    /// Run the tests of `dynacore` for AArch64 in QEMU's user-mode emulation (says what is missing, installs nothing).
+    TestNeon {
+        /// Names of tests, or parts of them; none: all on the largest emulated CPU, a few on smaller ones.
+        filters: Vec<String>,
+    },
     /// Check floors, `unsafe` places, file and function sizes, file headers and documented variables.
     Tidy,
 }
@@ -32,6 +38,7 @@ fn main() -> anyhow::Result<()> {
     match Args::parse().command {
         Command::MakeModel { args } => make_model(&args),
         Command::Test => test::run(),
+        Command::TestNeon { filters } => neon::run(&filters),
         Command::Tidy => tidy::run(),
     }
 }

@@ -8,10 +8,9 @@ use anyhow::{Context, bail};
 /// Runs everything; the first failure ends it.
 pub(crate) fn run() -> anyhow::Result<()> {
     let root = root()?;
-    let cargo = std::env::var_os("CARGO").map_or_else(|| PathBuf::from("cargo"), PathBuf::from);
     step(
         "tests of the workspace",
-        Command::new(&cargo)
+        Command::new(cargo())
             .args(["test", "--workspace"])
             .current_dir(&root),
     )?;
@@ -37,14 +36,21 @@ pub(crate) fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn root() -> anyhow::Result<PathBuf> {
+/// The cargo that runs this program.
+pub(crate) fn cargo() -> PathBuf {
+    std::env::var_os("CARGO").map_or_else(|| PathBuf::from("cargo"), PathBuf::from)
+}
+
+/// The workspace's folder.
+pub(crate) fn root() -> anyhow::Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .context("xtask lies in the workspace")?;
     Ok(root.to_owned())
 }
 
-fn step(what: &str, command: &mut Command) -> anyhow::Result<()> {
+/// Runs a command that must succeed.
+pub(crate) fn step(what: &str, command: &mut Command) -> anyhow::Result<()> {
     eprintln!("== {what}");
     let status = command
         .status()

@@ -271,6 +271,56 @@ fn tables_of_packed_weights_agree_bit_for_bit() {
     }
 }
 
+/// Of the bits of the outputs, by weight type in the order of `DType::WEIGHTS`; recorded under AVX2.
+const FINGERPRINTS: [u64; DType::WEIGHTS.len()] = [
+    0x3f63_70db_b52d_0370,
+    0xde6f_5e07_12d6_8bbe,
+    0x08ae_5d38_dd08_9c18,
+    0x3f81_3f42_6e65_b17d,
+    0x0d97_8111_5e7d_1e3a,
+    0xd481_762d_bcd5_ae66,
+    0xb716_17df_14fe_c466,
+    0x5c35_f068_8d75_185d,
+    0x7396_eecb_ecf3_99f9,
+    0x76ce_1f65_6944_eafc,
+    0x07b0_515e_18d3_0c8d,
+    0x8d3e_7723_ea1d_4cc5,
+    0x6412_2141_bd75_242c,
+    0x9675_3bfc_cf3b_2c61,
+    0x3a07_6cd1_39ac_fac7,
+    0xbc6f_8f8b_0f6d_1d4e,
+];
+
+/// The first 64 bits that FNV-1a makes of the numbers' bits.
+fn fingerprint(values: &[f32]) -> u64 {
+    let bytes = values.iter().flat_map(|v| v.to_bits().to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+/// [`tables_of_packed_weights_agree_bit_for_bit`] across machines. A change of the arithmetic that is meant changes the
+/// figures: take those that the failure prints.
+#[test]
+fn products_have_the_same_bits_on_every_architecture() {
+    for table in tables().into_iter().skip(1) {
+        let mut random = Random(21);
+        let found = DType::WEIGHTS.map(|dtype| {
+            let (rows, cols) = (33, 768);
+            let w = packed(
+                table,
+                dtype,
+                rows,
+                cols,
+                &weight_bytes(dtype, rows, cols, &mut random),
+            );
+            let x = activations("outliers", 13, cols, &mut random);
+            fingerprint(&product(table, &w, None, &x, &[]))
+        });
+        assert_eq!(found, FINGERPRINTS, "under {}: {found:#018x?}", table.isa);
+    }
+}
+
 #[test]
 fn splits_of_columns_do_not_change_bits_and_the_bias_is_added() {
     let mut random = Random(3);

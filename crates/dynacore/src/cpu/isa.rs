@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// The environment variable that caps the instruction set: a name of [`Isa`].
 pub const ISA_VARIABLE: &str = "DYNACORE_ISA";
 
-/// An instruction set that has a kernel table, the slowest first.
+/// An instruction set that has a kernel table, those of one architecture the slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Plain Rust, whatever the compiler's target has.
@@ -20,11 +20,25 @@ pub enum Isa {
     Avx512,
     /// [`Isa::Avx512`] with DQ, BF16 and FP16, and AMX tiles of bf16 that the system lets this process use.
     Amx,
+    /// AArch64 with NEON (Advanced SIMD), which all but the smallest have.
+    Neon,
+    /// [`Isa::Neon`] with products of bytes (the feature `dotprod`).
+    Dotprod,
+    /// [`Isa::Dotprod`] with products of matrices of bytes (the feature `i8mm`).
+    I8mm,
 }
 
 impl Isa {
-    /// All of them, the slowest first.
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
+    /// All of them, those of one architecture the slowest first.
+    pub const ALL: [Isa; 7] = [
+        Isa::Portable,
+        Isa::Avx2,
+        Isa::Avx512,
+        Isa::Amx,
+        Isa::Neon,
+        Isa::Dotprod,
+        Isa::I8mm,
+    ];
 
     /// Its name in [`ISA_VARIABLE`], plans and logs.
     pub const fn name(self) -> &'static str {
@@ -33,6 +47,9 @@ impl Isa {
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
             Isa::Amx => "amx",
+            Isa::Neon => "neon",
+            Isa::Dotprod => "dotprod",
+            Isa::I8mm => "i8mm",
         }
     }
 
@@ -64,6 +81,15 @@ impl Isa {
             }
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 | Isa::Amx => false,
+            // Words of packed weights are read as lanes, so their bytes must stand in the order of the file.
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => cfg!(target_endian = "little") && std::arch::is_aarch64_feature_detected!("neon"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Dotprod => Isa::Neon.available() && std::arch::is_aarch64_feature_detected!("dotprod"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::I8mm => Isa::Dotprod.available() && std::arch::is_aarch64_feature_detected!("i8mm"),
+            #[cfg(not(target_arch = "aarch64"))]
+            Isa::Neon | Isa::Dotprod | Isa::I8mm => false,
         }
     }
 
@@ -123,6 +149,10 @@ mod tests {
         );
         let best = Isa::detect(None).expect("every CPU has one");
         assert!(best.available());
+        // Whoever runs the tests on a known CPU may say what must be found there.
+        if let Some(expected) = std::env::var_os("DYNACORE_TEST_ISA") {
+            assert_eq!(best.name(), expected);
+        }
         assert_eq!(Isa::detect(Some(best.name())).expect("it was detected"), best);
         let error = Isa::detect(Some("AVX9"))
             .expect_err("there is no such set")

@@ -82,7 +82,15 @@ impl KernelTable {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => &super::kernels::amx::TABLE,
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => &PORTABLE,
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => unreachable!("`{isa}` is not available here"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => &super::kernels::neon::TABLE,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Dotprod => &super::kernels::neon::bytes::DOTPROD,
+            #[cfg(target_arch = "aarch64")]
+            Isa::I8mm => &super::kernels::neon::bytes::I8MM,
+            #[cfg(not(target_arch = "aarch64"))]
+            Isa::Neon | Isa::Dotprod | Isa::I8mm => unreachable!("`{isa}` is not available here"),
         })
     }
 

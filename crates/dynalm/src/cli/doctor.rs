@@ -206,7 +206,9 @@ fn warnings(topology: &Topology, info: &dynacore::DeviceInfo, failed: usize) -> 
         ));
     }
     if info.isa == "portable" {
-        all.push("only the portable kernels are in use; a CPU with AVX2 is many times faster".to_owned());
+        all.push(
+            "only the portable kernels are in use; a CPU with AVX2 or NEON is many times faster".to_owned(),
+        );
     }
     if failed > 0 {
         all.push(

@@ -1,6 +1,6 @@
 //! Leaf kernels, and the two data layouts they share with [`crate::cpu::pack`] and [`crate::cpu::ops::linear`].
 //!
-//! [`lanes`] holds the matrix kernels once, over an abstract vector of 8 or 16 rows; [`avx2`] and [`avx512`] are that
+//! `lanes` holds the matrix kernels once, over an abstract vector of 8 or 16 rows; `avx2`, `avx512` and `neon` are that
 //! vector and the tables. [`portable`] is plain Rust over row-major weights.
 //!
 //! # Packed weights
@@ -22,7 +22,8 @@
 //! `a = amax / 16383`, and sums of the codes. 15 bits leave an error of about 4e-5 of a group's rms, and room in 32
 //! bits for a group's whole integer sum, `32 * 16383 * 4096` at most, where 4096 bounds code times sub-block scale
 //! (Q6_K). In the codes' order each four k, k+1, k+2, k+3 stand as k, k+2, k+1, k+3: masking a word of four bytes with
-//! `00ff00ff` gives the first pair, shifting by 8 before gives the second.
+//! `00ff00ff` gives the first pair, shifting by 8 before gives the second. Sets that multiply bytes have each code as two
+//! of them in the same place (`lanes::prepare`).
 //!
 //! # The arithmetic, the same for every number of rows and every instruction set
 //!
@@ -45,8 +46,10 @@ pub(crate) mod amx;
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod lanes;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
 
 pub(crate) mod generic;
 pub(crate) mod ops;

@@ -49,6 +49,7 @@ macro_rules! define_table {
             $($name: unsafe fn($($ty),*),)*
         }
 
+        #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "tiles alone load rows"))]
         impl OpTable {
             $(
                 $(#[$doc])*
@@ -114,6 +115,13 @@ mod avx512 {
     each_kernel!(define_set "avx2,fma,f16c,avx512f,avx512bw,avx512vl" Avx512::new(););
 }
 
+#[cfg(target_arch = "aarch64")]
+mod neon {
+    use super::*;
+    use crate::cpu::kernels::simd::neon::Neon;
+    each_kernel!(define_set "neon" Neon::new(););
+}
+
 impl OpTable {
     /// The table of an instruction set; `None` if this CPU lacks it.
     pub(crate) fn of(isa: Isa) -> Option<&'static OpTable> {
@@ -128,6 +136,76 @@ impl OpTable {
             Isa::Avx512 | Isa::Amx => Some(&avx512::TABLE),
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 | Isa::Amx => None,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon | Isa::Dotprod | Isa::I8mm => Some(&neon::TABLE),
+            #[cfg(not(target_arch = "aarch64"))]
+            Isa::Neon | Isa::Dotprod | Isa::I8mm => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What FNV-1a makes of bytes.
+    fn fingerprint(bytes: impl IntoIterator<Item = u8>) -> u64 {
+        bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+    }
+
+    fn bits(values: &[f32]) -> impl Iterator<Item = u8> + '_ {
+        values.iter().flat_map(|v| v.to_bits().to_le_bytes())
+    }
+
+    /// Results of every kernel that treats elements alike, and of the norm.
+    fn results(t: &OpTable) -> (u64, u64) {
+        const N: usize = 352;
+        let x: Vec<f32> = (0..N).map(|i| (i as f32 - 170.5) * 0.061).collect();
+        let w: Vec<f32> = (0..N).map(|i| (i * 37 % 101) as f32 * 0.02 - 1.0).collect();
+        let (mut y, mut all) = (vec![0.0; N], Vec::new());
+        for act in [
+            Activation::Silu,
+            Activation::GeluTanh,
+            Activation::Gelu,
+            Activation::Relu,
+        ] {
+            t.act(act, &x, &mut y);
+            all.extend(bits(&y));
+            t.glu(act, &x, &w, &mut y);
+            all.extend(bits(&y));
+        }
+        t.softcap(3.0, &x, &mut y);
+        t.blend(0.3, 1.7, &w, &mut y);
+        all.extend(bits(&y));
+        for style in [RopeStyle::Half, RopeStyle::Interleaved] {
+            t.rope(style, &x, &w[..100], &w[100..200], &mut y);
+            all.extend(bits(&y));
+        }
+        for kind in [KvType::F32, KvType::F16, KvType::Q8_0] {
+            let mut row = vec![0; kind.bytes(N).expect("whole blocks")];
+            t.store_row(kind, &x, &mut row);
+            all.extend(row);
+        }
+        t.rms_norm(&x, &w, 1e-5, &mut y);
+        (fingerprint(all), fingerprint(bits(&y)))
+    }
+
+    /// Of the elements' bits and of the norm's, recorded under AVX2.
+    const FINGERPRINTS: (u64, u64) = (0x6d06_4480_c2f3_524c, 0x941b_68d3_a8ad_2825);
+
+    /// Sets with fused multiply-adds agree on elements, those with vectors of eight lanes on sums too, on whatever
+    /// machine. A change of the arithmetic that is meant changes the figures: take those that the failure prints.
+    #[test]
+    fn results_have_the_same_bits_on_every_architecture() {
+        for isa in Isa::ALL.into_iter().filter(|isa| *isa != Isa::Portable) {
+            let Some(table) = OpTable::of(isa) else { continue };
+            let (elements, norm) = results(table);
+            assert_eq!(elements, FINGERPRINTS.0, "{isa}: {elements:#018x}");
+            if !matches!(isa, Isa::Avx512 | Isa::Amx) {
+                assert_eq!(norm, FINGERPRINTS.1, "{isa}: {norm:#018x}");
+            }
         }
     }
 }

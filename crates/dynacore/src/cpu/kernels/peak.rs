@@ -70,7 +70,7 @@ const PORTABLE: PeakLoops = PeakLoops {
     read: portable_read,
 };
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes {
     use super::{CHAINS, LINE, ROUNDS};
     use crate::cpu::kernels::lanes::Lanes;
@@ -93,12 +93,14 @@ mod lanes {
 
     #[inline(always)]
     pub(super) fn dot<L: Lanes>(l: L) {
-        let (a, b) = (black_box(l.splat(3)), black_box(l.splat(5)));
+        let a = black_box(l.splat(3));
+        // SAFETY: a pair of codes is read from four bytes.
+        let x = unsafe { l.codes(black_box(&[5, 0, 5, 0]).as_ptr()) };
         // Opaque: equal chains would be merged into one.
         let mut sums = black_box([l.zero(); CHAINS]);
         for _ in 0..ROUNDS {
             for sum in &mut sums {
-                *sum = l.dot(*sum, a, b);
+                *sum = l.dot(*sum, a, x);
             }
         }
         black_box(sums);
@@ -120,7 +122,7 @@ mod lanes {
 }
 
 /// The loops compiled for one instruction set.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! loops {
     ($module:ident, $set:path, $features:literal) => {
         mod $module {
@@ -169,6 +171,57 @@ loops!(
     "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
 );
 
+#[cfg(target_arch = "aarch64")]
+loops!(neon, crate::cpu::kernels::neon::Neon, "neon");
+
+/// The loops of a set that multiplies bytes: those of NEON, and its own products.
+#[cfg(target_arch = "aarch64")]
+macro_rules! byte_loops {
+    ($module:ident, $set:path, $features:literal) => {
+        mod $module {
+            use super::{PeakLoops, ROUNDS, neon};
+            use crate::cpu::kernels::lanes::Lanes;
+            use crate::cpu::kernels::lanes::bytes::Bytes;
+            use std::hint::black_box;
+
+            type Set = $set;
+
+            /// Octets times eight codes: four registers of sums each.
+            const CHAINS: usize = 6;
+
+            #[target_feature(enable = $features)]
+            fn dot() {
+                // SAFETY: the features the token stands for are those of this function; a vector's codes are read from
+                // sixteen bytes.
+                let (b, x) = unsafe {
+                    let b = Set::new();
+                    (b, b.codes(black_box(&[5; 16]).as_ptr()))
+                };
+                let a = black_box([b.lanes().splat(3); 2]);
+                // Opaque: equal chains would be merged into one.
+                let mut sums = black_box([b.zero(); CHAINS]);
+                for _ in 0..ROUNDS {
+                    for sum in &mut sums {
+                        *sum = b.dot(*sum, a, x);
+                    }
+                }
+                black_box(sums);
+            }
+
+            pub(super) const LOOPS: PeakLoops = PeakLoops {
+                dot: Some(dot),
+                dot_count: CHAINS * 8 * <Set as Bytes>::Lanes::WIDTH,
+                ..neon::LOOPS
+            };
+        }
+    };
+}
+
+#[cfg(target_arch = "aarch64")]
+byte_loops!(dotprod, crate::cpu::kernels::neon::bytes::Dotprod, "neon,dotprod");
+#[cfg(target_arch = "aarch64")]
+byte_loops!(i8mm, crate::cpu::kernels::neon::bytes::I8mm, "neon,i8mm");
+
 #[cfg(target_arch = "x86_64")]
 mod amx {
     use super::{PeakLoops, TILE_ROUNDS, avx512};
@@ -202,6 +255,14 @@ impl PeakLoops {
             Isa::Amx => Some(amx::LOOPS),
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 | Isa::Amx => None,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => Some(neon::LOOPS),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Dotprod => Some(dotprod::LOOPS),
+            #[cfg(target_arch = "aarch64")]
+            Isa::I8mm => Some(i8mm::LOOPS),
+            #[cfg(not(target_arch = "aarch64"))]
+            Isa::Neon | Isa::Dotprod | Isa::I8mm => None,
         }
     }
 

@@ -52,6 +52,7 @@ unsafe fn dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
 impl Lanes for Avx2 {
     type I = __m256i;
     type F = __m256;
+    type X = __m256i;
     const WIDTH: usize = 8;
     const TILE: usize = 6;
 
@@ -102,7 +103,13 @@ impl Lanes for Avx2 {
             _mm256_castsi256_ps(_mm256_max_epi32(normal, subnormal))
         }}
         each(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
+        codes(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m256 { _mm256_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn ordered(self, a: __m256i) -> __m256i {
+        a
     }
 
     #[inline(always)]

@@ -30,6 +30,7 @@ fn count(n: u32) -> __m128i {
 impl Lanes for Avx512 {
     type I = __m512i;
     type F = __m512;
+    type X = __m512i;
     const WIDTH: usize = 16;
     const TILE: usize = 8;
 
@@ -80,7 +81,13 @@ impl Lanes for Avx512 {
             _mm512_castsi512_ps(_mm512_max_epi32(normal, subnormal))
         }}
         each(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
+        codes(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m512 { _mm512_set1_ps(p.cast::<f32>().read_unaligned()) }
+    }
+
+    #[inline(always)]
+    fn ordered(self, a: __m512i) -> __m512i {
+        a
     }
 
     #[inline(always)]

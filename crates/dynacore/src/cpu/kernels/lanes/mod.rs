@@ -2,11 +2,13 @@
 //!
 //! [`types`] says how each quantised type is expanded, [`quant`] multiplies them, [`float`] does F32, F16 and BF16,
 //! [`prepare`] makes the activation records. The instruction sets differ in nothing but the vector, so their results
-//! are bit-identical.
+//! are bit-identical; those of sets that multiply bytes (`bytes`, in place of [`quant`]) are too, as integers are exact.
 //!
 //! Everything here is `#[inline(always)]` without target features of its own. The five out-of-line functions that
 //! [`out_of_line`] makes for each instruction set carry the features, and the bodies are compiled into them.
 
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod bytes;
 pub(crate) mod float;
 pub(crate) mod prepare;
 pub(crate) mod quant;
@@ -23,6 +25,8 @@ pub(crate) trait Lanes: Copy {
     type I: Copy;
     /// f32 lanes.
     type F: Copy;
+    /// A pair of activation codes as [`Lanes::dot`] takes it.
+    type X: Copy;
     /// Lanes: 8 or 16.
     const WIDTH: usize;
     /// Rows of activations a tile of the many-row kernels holds in registers.
@@ -48,8 +52,12 @@ pub(crate) trait Lanes: Copy {
     fn shl16(self, a: Self::I, n: u32) -> Self::I;
     fn shr16(self, a: Self::I, n: u32) -> Self::I;
     fn sar16(self, a: Self::I, n: u32) -> Self::I;
-    /// `acc + a.0 * b.0 + a.1 * b.1` over the 16-bit pairs of each lane, exact modulo 2^32.
-    fn dot(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// 16-bit pairs in the order that [`Lanes::dot`] takes them: a permutation inside the vector, so that what is
+    /// stored so can be loaded so.
+    fn ordered(self, a: Self::I) -> Self::I;
+    /// `acc + a.0 * x.0 + a.1 * x.1` over the 16-bit pairs `a` of each lane, which are [`Lanes::ordered`]; exact modulo
+    /// 2^32.
+    fn dot(self, acc: Self::I, a: Self::I, x: Self::X) -> Self::I;
     /// For each byte of `index`, all of them below 16, that byte of `table`.
     fn lookup(self, table: &[u8; 16], index: Self::I) -> Self::I;
     fn to_f(self, a: Self::I) -> Self::F;
@@ -91,6 +99,10 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// 4 bytes at `p` can be read.
     unsafe fn each(self, p: *const u8) -> Self::I;
+    /// The pair of codes at `p`.
+    /// # Safety
+    /// 4 bytes at `p` can be read.
+    unsafe fn codes(self, p: *const u8) -> Self::X;
     /// The f32 at `p` in every lane.
     /// # Safety
     /// 4 bytes at `p` can be read.
@@ -199,16 +211,43 @@ macro_rules! out_of_line {
 }
 pub(crate) use out_of_line;
 
+/// The kernels of every weight type in the order of `DType::WEIGHTS`: floats by `$lanes`, the quantised types by the
+/// functions `group` of `$module` for `$set`.
+macro_rules! weight_groups {
+    ($lanes:ty, $module:ident, $set:ty) => {{
+        use $crate::cpu::kernels::lanes::{float, types};
+        [
+            float::group::<$lanes, float::F32>,
+            float::group::<$lanes, float::F16>,
+            float::group::<$lanes, float::Bf16>,
+            $module::group::<$set, types::Q4_0>,
+            $module::group::<$set, types::Q4_1>,
+            $module::group::<$set, types::Q5_0>,
+            $module::group::<$set, types::Q5_1>,
+            $module::group::<$set, types::Q8_0>,
+            $module::group::<$set, types::Q2K>,
+            $module::group::<$set, types::Q3K>,
+            $module::group::<$set, types::Q4K>,
+            $module::group::<$set, types::Q5K>,
+            $module::group::<$set, types::Q6K>,
+            $module::group::<$set, types::Iq4Nl>,
+            $module::group::<$set, types::Iq4Xs>,
+            $module::group::<$set, types::Mxfp4>,
+        ]
+    }};
+}
+pub(crate) use weight_groups;
+
 /// The table of an instruction set: the kernels of every weight type for the vector `$lanes`. `KERNELS` is what tables
 /// of instruction sets that contain this one start from.
 macro_rules! lane_table {
     ($isa:expr, $lanes:ty, $features:tt) => {
         pub(crate) static TABLE: KernelTable = KERNELS;
         pub(crate) const KERNELS: KernelTable = {
-            use $crate::cpu::kernels::lanes::{float, quant, types};
+            use $crate::cpu::kernels::lanes::{prepare, quant, weight_groups};
             #[target_feature(enable = $features)]
             fn prepare(x: &[f32], records: &mut [u8]) {
-                $crate::cpu::kernels::lanes::prepare::row(x, records);
+                $crate::cpu::kernels::lanes::prepare::row::<prepare::Pairs>(x, records);
             }
             #[target_feature(enable = $features)]
             fn glu(act: dynair::Activation, gate: &mut [f32], up: &[f32]) {
@@ -222,26 +261,9 @@ macro_rules! lane_table {
                 isa: $isa,
                 lanes: Some(LaneKernels {
                     prepare,
-                    // In the order of `DType::WEIGHTS`.
-                    groups: [
-                        float::group::<$lanes, float::F32>,
-                        float::group::<$lanes, float::F16>,
-                        float::group::<$lanes, float::Bf16>,
-                        quant::group::<$lanes, types::Q4_0>,
-                        quant::group::<$lanes, types::Q4_1>,
-                        quant::group::<$lanes, types::Q5_0>,
-                        quant::group::<$lanes, types::Q5_1>,
-                        quant::group::<$lanes, types::Q8_0>,
-                        quant::group::<$lanes, types::Q2K>,
-                        quant::group::<$lanes, types::Q3K>,
-                        quant::group::<$lanes, types::Q4K>,
-                        quant::group::<$lanes, types::Q5K>,
-                        quant::group::<$lanes, types::Q6K>,
-                        quant::group::<$lanes, types::Iq4Nl>,
-                        quant::group::<$lanes, types::Iq4Xs>,
-                        quant::group::<$lanes, types::Mxfp4>,
-                    ],
+                    groups: weight_groups!($lanes, quant, $lanes),
                 }),
+                #[cfg(target_arch = "x86_64")]
                 tiles: None,
                 glu,
                 act: activate,

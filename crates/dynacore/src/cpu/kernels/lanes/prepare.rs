@@ -8,15 +8,52 @@ use crate::cpu::kernels::{
     AT_CODE_SUM, AT_HALF_CODE_SUMS, AT_HALF_SUMS, AT_SCALE, AT_SUM, CODE_MAX, GROUP, RECORD,
 };
 
+/// How the codes of a group stand in its record. The rest of a record is the same in all forms.
+pub(crate) trait CodeForm {
+    /// Writes the codes, each of them at most [`CODE_MAX`] in magnitude.
+    fn place(codes: &[i32; GROUP], out: &mut [u8; 2 * GROUP]);
+}
+
+/// 16-bit codes, the middle two of each four changed: see [`crate::cpu::kernels`].
+pub(crate) struct Pairs;
+
+impl CodeForm for Pairs {
+    #[inline(always)]
+    fn place(codes: &[i32; GROUP], out: &mut [u8; 2 * GROUP]) {
+        for (quad, out) in codes.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<8>().0) {
+            let word = |low: i32, high: i32| u64::from(low as u16) | u64::from(high as u16) << 16;
+            *out = (word(quad[0], quad[2]) | word(quad[1], quad[3]) << 32).to_le_bytes();
+        }
+    }
+}
+
+/// Two planes of bytes, for sets that multiply bytes: of each eight codes, in order, the floors of their 128ths (-128 to
+/// 127), then the remainders (0 to 127).
+#[cfg(any(target_arch = "aarch64", test))]
+pub(crate) struct Planes;
+
+#[cfg(any(target_arch = "aarch64", test))]
+impl CodeForm for Planes {
+    #[inline(always)]
+    fn place(codes: &[i32; GROUP], out: &mut [u8; 2 * GROUP]) {
+        for (codes, out) in codes.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<16>().0) {
+            for (i, code) in codes.iter().enumerate() {
+                out[i] = (code >> 7) as u8;
+                out[8 + i] = (code & 127) as u8;
+            }
+        }
+    }
+}
+
 /// See the module's docs.
 const TINY: f32 = 1e-34;
 
-/// Prepares one row. Compiled into each table's own function.
+/// Prepares one row, with its codes in form `C`. Compiled into each table's own function.
 ///
 /// # Panics
 /// If `x` is no whole number of groups or `records` has not one record for each.
 #[inline(always)]
-pub(crate) fn row(x: &[f32], records: &mut [u8]) {
+pub(crate) fn row<C: CodeForm>(x: &[f32], records: &mut [u8]) {
     let (groups, rest) = x.as_chunks::<GROUP>();
     let (records, rest_bytes) = records.as_chunks_mut::<RECORD>();
     assert!(
@@ -24,12 +61,12 @@ pub(crate) fn row(x: &[f32], records: &mut [u8]) {
         "one record per group"
     );
     for (x, record) in groups.iter().zip(records) {
-        group(x, record);
+        group::<C>(x, record);
     }
 }
 
 #[inline(always)]
-fn group(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
+fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
     // As integers, magnitudes are ordered like the floats, with infinity and NaN above all others.
     let mut largest = 0i32;
     for v in x {
@@ -57,10 +94,10 @@ fn group(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
         halves[0] += codes[i];
         halves[1] += codes[GROUP / 2 + i];
     }
-    for (quad, out) in codes.as_chunks::<4>().0.iter().zip(record.as_chunks_mut::<8>().0) {
-        let word = |low: i32, high: i32| u64::from(low as u16) | u64::from(high as u16) << 16;
-        *out = (word(quad[0], quad[2]) | word(quad[1], quad[3]) << 32).to_le_bytes();
-    }
+    let (out, _) = record
+        .split_first_chunk_mut()
+        .expect("a record begins with its codes");
+    C::place(&codes, out);
     let mut put = |at: usize, bits: u32| record[at..at + 4].copy_from_slice(&bits.to_le_bytes());
     put(AT_SCALE, scale.to_bits());
     put(AT_SUM, (scale * (halves[0] + halves[1]) as f32).to_bits());
@@ -84,7 +121,7 @@ mod tests {
     fn codes_stand_in_kernel_order_and_sums_agree() {
         let x: Vec<f32> = (0..GROUP).map(|i| (i as f32 - 11.0) * 0.25).collect();
         let mut record = [0; RECORD];
-        row(&x, &mut record);
+        row::<Pairs>(&x, &mut record);
         let scale = f32::from_bits(read(&record, AT_SCALE));
         assert_eq!(scale, 5.0 / CODE_MAX);
         let mut sums = [0; 2];
@@ -107,13 +144,35 @@ mod tests {
     }
 
     #[test]
+    fn planes_hold_the_same_codes_and_sums() {
+        let x: Vec<f32> = (0..2 * GROUP)
+            .map(|i| ((i * 7919 % 201) as f32 - 100.0) * 0.01)
+            .collect();
+        let (mut pairs, mut planes) = ([0; 2 * RECORD], [0; 2 * RECORD]);
+        row::<Pairs>(&x, &mut pairs);
+        row::<Planes>(&x, &mut planes);
+        let records = |bytes: &[u8]| [0, RECORD].map(|at| bytes[at..at + RECORD].to_vec());
+        for (pairs, planes) in records(&pairs).into_iter().zip(records(&planes)) {
+            for k in 0..GROUP {
+                let place = k / 4 * 4 + [0, 2, 1, 3][k % 4];
+                let code = i16::from_le_bytes([pairs[2 * place], pairs[2 * place + 1]]);
+                let at = k / 8 * 16 + k % 8;
+                let (high, low) = (planes[at] as i8, planes[at + 8]);
+                assert!(low < 128);
+                assert_eq!(i16::from(high) * 128 + i16::from(low), code, "element {k}");
+            }
+            assert_eq!(pairs[2 * GROUP..], planes[2 * GROUP..]);
+        }
+    }
+
+    #[test]
     fn the_largest_magnitude_never_exceeds_the_code_range() {
         for i in 0..2000u32 {
             let amax = f32::from_bits(0x0800_0000 + i * 1_000_003);
             let mut x = [0.0; GROUP];
             x[7] = -amax;
             let mut record = [0; RECORD];
-            row(&x, &mut record);
+            row::<Pairs>(&x, &mut record);
             assert_eq!(read(&record, AT_CODE_SUM) as i32, -16383, "amax {amax}");
         }
     }
@@ -124,14 +183,14 @@ mod tests {
             let mut x = vec![1.0; 2 * GROUP];
             x[5] = wild;
             let mut records = [0xff; 2 * RECORD];
-            row(&x, &mut records);
+            row::<Pairs>(&x, &mut records);
             assert!(f32::from_bits(read(&records, AT_SCALE)).is_nan());
             assert_eq!(read(&records, AT_CODE_SUM), 0);
             assert!(records[..64].iter().all(|b| *b == 0));
             assert_eq!(read(&records[RECORD..], AT_CODE_SUM), 32 * 16383);
         }
         let mut record = [0xff; RECORD];
-        row(&[1e-40; GROUP], &mut record);
+        row::<Pairs>(&[1e-40; GROUP], &mut record);
         assert_eq!(record, [0; RECORD]);
     }
 }

@@ -84,27 +84,27 @@ struct Panel(MaybeUninit<[u8; PANEL * PANEL_GROUP]>);
 
 /// A row group and the first of [`Lanes::gemv`]'s rows.
 pub(crate) struct Gemv {
-    weight: *const u8,
-    blocks: usize,
-    records: *const u8,
+    pub(super) weight: *const u8,
+    pub(super) blocks: usize,
+    pub(super) records: *const u8,
     /// Bytes from one row's records to the next.
-    stride: usize,
+    pub(super) stride: usize,
 }
 
 /// Groups `first..first + count` of 32 of a row group.
 pub(crate) struct Expand {
-    weight: *const u8,
-    first: usize,
-    count: usize,
+    pub(super) weight: *const u8,
+    pub(super) first: usize,
+    pub(super) count: usize,
 }
 
 /// A panel of `count` groups and the first of a tile's rows.
 pub(crate) struct Tile {
-    panel: *const u8,
-    count: usize,
-    records: *const u8,
+    pub(super) panel: *const u8,
+    pub(super) count: usize,
+    pub(super) records: *const u8,
     /// Bytes from one row's records to the next.
-    stride: usize,
+    pub(super) stride: usize,
 }
 
 /// See [`crate::cpu::kernels::GroupFn`].
@@ -177,7 +177,7 @@ pub(crate) unsafe fn group<L: Lanes, T: QuantFormat>(args: &GroupArgs<'_>, acc: 
 
 /// Asks for the lines that group `j` of a block some blocks ahead will need: each group a share of the block.
 #[inline(always)]
-fn prefetch<L: Lanes, T: QuantFormat>(l: L, body: *const u8, j: usize) {
+pub(super) fn prefetch<L: Lanes, T: QuantFormat>(l: L, body: *const u8, j: usize) {
     let lines = (T::GEOMETRY.words + 1).div_ceil(T::GROUPS);
     for i in 0..lines {
         l.prefetch(body.wrapping_add((j * lines + i) * LINE + AHEAD));
@@ -256,6 +256,23 @@ unsafe fn gemv_half<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>
     }
 }
 
+/// One group's records of N rows. A loop: what the library calls for the elements of an array is not always inlined, and
+/// a call in the innermost loop empties the vector registers.
+#[inline(always)]
+pub(super) fn records<const N: usize>(first: *const u8, stride: usize) -> [*const u8; N] {
+    let mut rows = [first; N];
+    for (n, row) in rows.iter_mut().enumerate() {
+        *row = first.wrapping_add(n * stride);
+    }
+    rows
+}
+
+/// Both pairs of a quad for [`Lanes::dot`].
+#[inline(always)]
+fn ordered<L: Lanes>(l: L, [a, b]: [L::I; 2]) -> [L::I; 2] {
+    [l.ordered(a), l.ordered(b)]
+}
+
 /// One group of 32, both vectors of a row group: each broadcast of x serves both at once, which keeps few values alive.
 ///
 /// # Safety
@@ -270,20 +287,20 @@ unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize
 ) {
     // SAFETY: all reads are of the group's block and records, as the caller promises.
     unsafe {
-        let x: [*const u8; N] = std::array::from_fn(|n| x.add(n * stride));
+        let x = records::<N>(x, stride);
         let mut acc = [[l.zero(); N]; 2];
         let mut first = [[l.zero(); N]; 2];
         eight_times!(k => {
             let i = quad_at::<T>(k);
-            let codes = T::quad::<L, HALF>(l, body, j, i);
+            let codes = ordered(l, T::quad::<L, HALF>(l, body, j, i));
             let second = if const { L::WIDTH < ROWS } {
-                T::quad::<L, HALF>(l, body.add(4 * L::WIDTH), j, i)
+                ordered(l, T::quad::<L, HALF>(l, body.add(4 * L::WIDTH), j, i))
             } else {
                 codes
             };
             for p in 0..2 {
                 for n in 0..N {
-                    let x = l.each(x[n].add(8 * i + 4 * p));
+                    let x = l.codes(x[n].add(8 * i + 4 * p));
                     acc[0][n] = l.dot(acc[0][n], codes[p], x);
                     if const { L::WIDTH < ROWS } {
                         acc[1][n] = l.dot(acc[1][n], second[p], x);
@@ -295,26 +312,34 @@ unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize
                 acc = [[l.zero(); N]; 2];
             }
         });
-        finish_group::<L, T, N, HALF>(l, (head, body, j), x, (&first[0], &acc[0]), &mut sums[0]);
+        finish_group::<L, T, N, HALF>(
+            l,
+            T::OFFSET_BITS,
+            (head, body, j),
+            x,
+            (&first[0], &acc[0]),
+            &mut sums[0],
+        );
         if const { L::WIDTH < ROWS } {
             let block = (
                 head.add(T::GEOMETRY.head_width * L::WIDTH),
                 body.add(4 * L::WIDTH),
                 j,
             );
-            finish_group::<L, T, N, HALF>(l, block, x, (&first[1], &acc[1]), &mut sums[1]);
+            finish_group::<L, T, N, HALF>(l, T::OFFSET_BITS, block, x, (&first[1], &acc[1]), &mut sums[1]);
         }
     }
 }
 
 /// Adds a group's integer sums, of its first 16 (where the type has halves) and of the rest, to the f32 sums of one
-/// vector of rows.
+/// vector of rows. `offset_bits` is the log2 of what the codes are too large by, or 0.
 ///
 /// # Safety
 /// As [`QuantFormat::factors`]; `x` are records.
 #[inline(always)]
-unsafe fn finish_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>(
+pub(super) unsafe fn finish_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>(
     l: L,
+    offset_bits: u32,
     (head, body, j): (*const u8, *const u8, usize),
     x: [*const u8; N],
     (first, acc): (&[L::I; N], &[L::I; N]),
@@ -324,7 +349,7 @@ unsafe fn finish_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usi
     unsafe {
         let f = T::factors::<L, HALF>(l, head, body, j);
         for n in 0..N {
-            let offset = |acc: L::I, at: usize| match T::OFFSET_BITS {
+            let offset = |acc: L::I, at: usize| match offset_bits {
                 0 => acc,
                 bits => l.sub(acc, l.shl(l.each(x[n].add(at)), bits)),
             };
@@ -346,7 +371,7 @@ unsafe fn finish_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usi
 /// # Safety
 /// `x` points to a record.
 #[inline(always)]
-unsafe fn combine<L: Lanes>(
+pub(super) unsafe fn combine<L: Lanes>(
     l: L,
     count: usize,
     i: L::I,
@@ -427,7 +452,8 @@ unsafe fn expand_group<L: Lanes, T: QuantFormat, const HALF: usize>(
     // SAFETY: the caller's promise.
     unsafe {
         let Factors { d, subscales, mins } = T::factors::<L, HALF>(l, head, body, j);
-        let scales = subscales.map(|s| l.or(l.and(s, l.splat(0xffff)), l.shl(s, 16)));
+        let twice = |s: L::I| l.or(l.and(s, l.splat(0xffff)), l.shl(s, 16));
+        let scales = [twice(subscales[0]), twice(subscales[1])];
         let offset = l.splat(((1 << T::OFFSET_BITS) & !1) * 0x0001_0001);
         eight_times!(k => {
             let i = quad_at::<T>(k);
@@ -439,7 +465,7 @@ unsafe fn expand_group<L: Lanes, T: QuantFormat, const HALF: usize>(
                 if T::HALVES {
                     codes = l.mul16(codes, scales[i / 4]);
                 }
-                l.store(out.add((2 * i + p) * LINE), codes);
+                l.store(out.add((2 * i + p) * LINE), l.ordered(codes));
             }
         });
         l.store_f(out.add(CODE_LINES * LINE), d);
@@ -472,7 +498,7 @@ pub(crate) unsafe fn tile<L: Lanes, const MINS: usize, const N: usize>(l: L, a: 
         }
         for g in 0..a.count {
             let w = a.panel.add(g * PANEL_GROUP);
-            let x: [*const u8; N] = std::array::from_fn(|n| a.records.add(g * RECORD + n * a.stride));
+            let x = records::<N>(a.records.add(g * RECORD), a.stride);
             let mut sums = [[l.zero(); 2]; N];
             for outer in 0..CODE_LINES / UNROLL {
                 for inner in 0..UNROLL {
@@ -484,7 +510,7 @@ pub(crate) unsafe fn tile<L: Lanes, const MINS: usize, const N: usize>(l: L, a: 
                         l.load(w.add(p * LINE + 4 * L::WIDTH))
                     };
                     for (sums, x) in sums.iter_mut().zip(x) {
-                        let x = l.each(x.add(4 * p));
+                        let x = l.codes(x.add(4 * p));
                         if vectors == 1 {
                             sums[inner % 2] = l.dot(sums[inner % 2], first, x);
                         } else {

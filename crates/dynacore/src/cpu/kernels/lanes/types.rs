@@ -3,6 +3,9 @@
 //! Lanes are rows, so a block is expanded by shifts and masks of whole words, without a shuffle across lanes; codes that
 //! index a table are looked up byte by byte. Bit layouts: see
 //! [`dynair::quant`]; word numbers below count the words of a block's body (see [`crate::cpu::kernels`]).
+//!
+//! Sets that multiply 16-bit pairs take the codes as pairs ([`QuantFormat::quad`]), those that multiply bytes as they
+//! come out of a word ([`QuantFormat::bytes`]).
 
 use dynair::quant::table::{E2M1, IQ4};
 use dynair::{DType, QuantType};
@@ -33,27 +36,49 @@ pub(crate) trait QuantFormat {
     /// log2 of what is subtracted from codes; 0: nothing is.
     const OFFSET_BITS: u32 = 0;
     /// Whether codes have a sign (and no offset); otherwise they are 0 to `2^CODE_BITS - 1`.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for tiles"))]
     const SIGNED: bool = false;
     /// Bits of a code.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for tiles"))]
     const CODE_BITS: u32 = 8;
     /// What [`QuantFormat::loose_quad`] gives indices into, where [`QuantFormat::quad`] has looked codes up.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for tiles"))]
     const VALUES: Option<[i8; 16]> = None;
     /// Whether a group consists of two sub-blocks of 16 with integer scales.
     const HALVES: bool = false;
     /// Minima of a group: none, one, or one for each half.
     const MINS: usize = 0;
 
-    /// Codes (before the offset is subtracted) of elements 4i, 4i + 2 and 4i + 1, 4i + 3, as pairs of 16 bits.
+    /// [`QuantFormat::OFFSET_BITS`] for the codes of [`QuantFormat::bytes`].
+    #[cfg_attr(
+        not(target_arch = "aarch64"),
+        expect(dead_code, reason = "for products of bytes")
+    )]
+    const BYTE_OFFSET_BITS: u32 = Self::OFFSET_BITS;
+
+    /// Codes (before the offset is subtracted) of elements 4i to 4i + 3 as signed bytes: what a table has is not lifted
+    /// by the offset here, or it would not fit.
     ///
     /// # Safety
     /// [`Lanes::WIDTH`] lanes of the block's body can be read.
-    unsafe fn quad<L: Lanes, const HALF: usize>(l: L, body: *const u8, j: usize, i: usize) -> [L::I; 2];
+    unsafe fn bytes<L: Lanes, const HALF: usize>(l: L, body: *const u8, j: usize, i: usize) -> L::I;
+
+    /// Codes (before the offset is subtracted) of elements 4i, 4i + 2 and 4i + 1, 4i + 3, as pairs of 16 bits.
+    ///
+    /// # Safety
+    /// As [`QuantFormat::bytes`].
+    #[inline(always)]
+    unsafe fn quad<L: Lanes, const HALF: usize>(l: L, body: *const u8, j: usize, i: usize) -> [L::I; 2] {
+        // SAFETY: the caller's promise.
+        pairs(l, unsafe { Self::bytes::<L, HALF>(l, body, j, i) })
+    }
 
     /// As [`QuantFormat::quad`], but only the lowest [`QuantFormat::CODE_BITS`] of each 16 bits mean something: for
     /// kernels that look codes up and would mask them for nothing.
     ///
     /// # Safety
     /// As [`QuantFormat::quad`].
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for tiles"))]
     #[inline(always)]
     unsafe fn loose_quad<L: Lanes, const HALF: usize>(
         l: L,
@@ -149,7 +174,7 @@ unsafe fn plain<L: Lanes>(l: L, head: *const u8, min: bool) -> Factors<L> {
 
 macro_rules! format_of {
     ($(#[$doc:meta])* $name:ident, $quant:expr, { $($consts:tt)* },
-     |$l:ident, $body:ident, $j:ident, $i:ident| $quad:expr,
+     |$l:ident, $body:ident, $j:ident, $i:ident| $bytes:expr,
      |$l2:ident, $head:ident, $body2:ident, $j2:ident| $factors:expr) => {
         $(#[$doc])*
         pub(crate) struct $name;
@@ -159,9 +184,9 @@ macro_rules! format_of {
             $($consts)*
 
             #[inline(always)]
-            unsafe fn quad<L: Lanes, const HALF: usize>($l: L, $body: *const u8, $j: usize, $i: usize) -> [L::I; 2] {
+            unsafe fn bytes<L: Lanes, const HALF: usize>($l: L, $body: *const u8, $j: usize, $i: usize) -> L::I {
                 // SAFETY: the words named are words of the type's body; the caller promises that they can be read.
-                unsafe { $quad }
+                unsafe { $bytes }
             }
 
             #[inline(always)]
@@ -196,7 +221,50 @@ macro_rules! loose_nibbles {
     };
 }
 
-/// Nibbles of a block of 32: the low ones are elements 0 to 15, the high ones 16 to 31; `first` is their first word.
+/// [`QuantFormat::quad`] where the pairs come cheaper, or are other codes, than from [`QuantFormat::bytes`].
+macro_rules! own_quad {
+    (|$l:ident, $body:ident, $j:ident, $i:ident| $quad:expr) => {
+        #[inline(always)]
+        unsafe fn quad<L: Lanes, const HALF: usize>(
+            $l: L,
+            $body: *const u8,
+            $j: usize,
+            $i: usize,
+        ) -> [L::I; 2] {
+            // SAFETY: the words named are words of the type's body; the caller promises that they can be read.
+            unsafe { $quad }
+        }
+    };
+}
+
+/// Nibbles of a block of 32, as bytes: the low ones are elements 0 to 15, the high ones 16 to 31; `first` is their first
+/// word.
+///
+/// # Safety
+/// The body has words `first..first + 4`.
+#[inline(always)]
+unsafe fn nibbles<L: Lanes>(l: L, body: *const u8, first: usize, i: usize) -> L::I {
+    // SAFETY: the caller's promise.
+    let w = unsafe { word(l, body, first + i % 4) };
+    moved(l, w, if i < 4 { 0 } else { 4 }, 0, 0x0f0f_0f0f)
+}
+
+/// The fifth bits of a block of 32 at position 4 of bytes: word 0, permuted by [`crate::cpu::kernels::spread_bits`].
+///
+/// # Safety
+/// The body has word 0.
+#[inline(always)]
+unsafe fn fifth<L: Lanes>(l: L, body: *const u8, i: usize) -> L::I {
+    // SAFETY: the caller's promise.
+    let w = unsafe { word(l, body, 0) };
+    let pair = 2 * i as u32;
+    l.or(
+        moved(l, w, pair, 4, 0x0010_0010),
+        moved(l, w, pair + 1, 12, 0x1000_1000),
+    )
+}
+
+/// [`nibbles`] as pairs.
 ///
 /// # Safety
 /// The body has words `first..first + 4`.
@@ -211,7 +279,7 @@ unsafe fn legacy_nibbles<L: Lanes>(l: L, body: *const u8, first: usize, i: usize
     ]
 }
 
-/// The fifth bits of a block of 32, at position 4: word 0, permuted by [`crate::cpu::kernels::spread_bits`].
+/// [`fifth`] as pairs.
 ///
 /// # Safety
 /// The body has word 0.
@@ -231,8 +299,9 @@ format_of!(
     Q4_0, QuantType::Q4_0, {
         const OFFSET_BITS: u32 = 3;
         loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+        own_quad!(|l, body, _j, i| legacy_nibbles(l, body, 0, i));
     },
-    |l, body, _j, i| legacy_nibbles(l, body, 0, i),
+    |l, body, _j, i| nibbles(l, body, 0, i),
     |l, head, _body, _j| plain(l, head, false)
 );
 format_of!(
@@ -240,29 +309,41 @@ format_of!(
     Q4_1, QuantType::Q4_1, {
         const MINS: usize = 1;
         loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+        own_quad!(|l, body, _j, i| legacy_nibbles(l, body, 0, i));
     },
-    |l, body, _j, i| legacy_nibbles(l, body, 0, i),
+    |l, body, _j, i| nibbles(l, body, 0, i),
     |l, head, _body, _j| plain(l, head, true)
 );
 format_of!(
     /// 32 times 5 bits, d.
-    Q5_0, QuantType::Q5_0, { const OFFSET_BITS: u32 = 4; const CODE_BITS: u32 = 5; },
-    |l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)),
+    Q5_0, QuantType::Q5_0, {
+        const OFFSET_BITS: u32 = 4;
+        const CODE_BITS: u32 = 5;
+        own_quad!(|l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)));
+    },
+    |l, body, _j, i| l.or(nibbles(l, body, 1, i), fifth(l, body, i)),
     |l, head, _body, _j| plain(l, head, false)
 );
 format_of!(
     /// 32 times 5 bits, d and m.
-    Q5_1, QuantType::Q5_1, { const MINS: usize = 1; const CODE_BITS: u32 = 5; },
-    |l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)),
+    Q5_1, QuantType::Q5_1, {
+        const MINS: usize = 1;
+        const CODE_BITS: u32 = 5;
+        own_quad!(|l, body, _j, i| or(l, legacy_nibbles(l, body, 1, i), legacy_fifth(l, body, i)));
+    },
+    |l, body, _j, i| l.or(nibbles(l, body, 1, i), fifth(l, body, i)),
     |l, head, _body, _j| plain(l, head, true)
 );
 format_of!(
     /// 32 signed bytes, d.
-    Q8_0, QuantType::Q8_0, { const SIGNED: bool = true; },
-    |l, body, _j, i| {
-        let w = word(l, body, i);
-        [l.sar16(l.shl16(w, 8), 8), l.sar16(w, 8)]
+    Q8_0, QuantType::Q8_0, {
+        const SIGNED: bool = true;
+        own_quad!(|l, body, _j, i| {
+            let w = word(l, body, i);
+            [l.sar16(l.shl16(w, 8), 8), l.sar16(w, 8)]
+        });
     },
+    |l, body, _j, i| word(l, body, i),
     |l, head, _body, _j| plain(l, head, false)
 );
 
@@ -328,23 +409,23 @@ format_of!(
         const MINS: usize = 1;
         loose_nibbles!(|l, body, j, i| word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2));
     },
-    |l, body, j, i| pairs(l, plane::<L, 4>(l, word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0)),
+    |l, body, j, i| plane::<L, 4>(l, word(l, body, 3 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
     |l, head, body, j| k_factors::<L, HALF>(l, head, body, j)
 );
 format_of!(
     /// 256 times 5 bits, 8 scales and minima. Words: 3 of scales, 8 of fifth bits, 32 of nibbles.
     Q5K, QuantType::Q5K, { const MINS: usize = 1; const CODE_BITS: u32 = 5; },
-    |l, body, j, i| pairs(l, l.or(
+    |l, body, j, i| l.or(
         plane::<L, 4>(l, word(l, body, 11 + j / 2 * 8 + i), 4 * (j as u32 % 2), 0),
-        plane::<L, 1>(l, word(l, body, 3 + i), j as u32, 4))),
+        plane::<L, 1>(l, word(l, body, 3 + i), j as u32, 4)),
     |l, head, body, j| k_factors::<L, HALF>(l, head, body, j)
 );
 format_of!(
     /// 256 times 6 bits, 16 signed scales. Words: 32 of low nibbles, 16 of upper pairs of bits, 4 of scales.
     Q6K, QuantType::Q6K, { const OFFSET_BITS: u32 = 5; const CODE_BITS: u32 = 6; const HALVES: bool = true; },
-    |l, body, j, i| pairs(l, l.or(
+    |l, body, j, i| l.or(
         plane::<L, 4>(l, word(l, body, HALF * 16 + j % 2 * 8 + i), 4 * (j as u32 / 2 % 2), 0),
-        plane::<L, 2>(l, word(l, body, 32 + HALF * 8 + i), 2 * (j as u32 % 4), 4))),
+        plane::<L, 2>(l, word(l, body, 32 + HALF * 8 + i), 2 * (j as u32 % 4), 4)),
     |l, head, body, j| {
         let scales = word(l, body, 48 + j / 2);
         let at = 16 * (j as u32 % 2);
@@ -355,9 +436,9 @@ format_of!(
 format_of!(
     /// 256 times 3 bits, 16 scales of 6 bits. Words: 8 of third bits, 16 of low pairs of bits, 3 of scales.
     Q3K, QuantType::Q3K, { const OFFSET_BITS: u32 = 2; const CODE_BITS: u32 = 3; const HALVES: bool = true; },
-    |l, body, j, i| pairs(l, l.or(
+    |l, body, j, i| l.or(
         plane::<L, 2>(l, word(l, body, 8 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
-        plane::<L, 1>(l, word(l, body, i), j as u32, 2))),
+        plane::<L, 1>(l, word(l, body, i), j as u32, 2)),
     |l, head, body, j| {
         let scale = |s: usize| {
             let low = scale_bits(l, body, (24, s % 8), 4 * (s as u32 / 8), 15, 0);
@@ -370,7 +451,7 @@ format_of!(
 format_of!(
     /// 256 times 2 bits, 16 scales and minima of 4 bits. Words: 4 of scales, 16 of pairs of bits.
     Q2K, QuantType::Q2K, { const CODE_BITS: u32 = 2; const HALVES: bool = true; const MINS: usize = 2; },
-    |l, body, j, i| pairs(l, plane::<L, 2>(l, word(l, body, 4 + HALF * 8 + i), 2 * (j as u32 % 4), 0)),
+    |l, body, j, i| plane::<L, 2>(l, word(l, body, 4 + HALF * 8 + i), 2 * (j as u32 % 4), 0),
     |l, head, body, j| {
         let dmin = l.neg_f(l.load_f16(head.add(LINE / 2)));
         let scale = |s| scale_bits(l, body, (0, s), 0, 15, 0);
@@ -399,16 +480,28 @@ const fn lifted(values: [i8; 16], offset: i16) -> [u8; 16] {
 const IQ4_CODES: [u8; 16] = lifted(IQ4, 1 << 7);
 const E2M1_CODES: [u8; 16] = lifted(E2M1, 1 << 4);
 
-/// What `table` has for a run of 32 nibbles, in the places of [`legacy_nibbles`]; `first` is their first word.
+/// Signed values as the bytes they are.
+const fn signed(values: [i8; 16]) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    let mut i = 0;
+    while i < bytes.len() {
+        bytes[i] = values[i] as u8;
+        i += 1;
+    }
+    bytes
+}
+
+const IQ4_BYTES: [u8; 16] = signed(IQ4);
+const E2M1_BYTES: [u8; 16] = signed(E2M1);
+
+/// What `table` has for a run of 32 nibbles, in the places of [`nibbles`]; `first` is their first word.
 ///
 /// # Safety
 /// The body has words `first..first + 4`.
 #[inline(always)]
-unsafe fn looked_up<L: Lanes>(l: L, body: *const u8, first: usize, i: usize, table: &[u8; 16]) -> [L::I; 2] {
+unsafe fn looked_up<L: Lanes>(l: L, body: *const u8, first: usize, i: usize, table: &[u8; 16]) -> L::I {
     // SAFETY: the caller's promise.
-    let w = unsafe { word(l, body, first + i % 4) };
-    let from = if i < 4 { 0 } else { 4 };
-    pairs(l, l.lookup(table, moved(l, w, from, 0, 0x0f0f_0f0f)))
+    l.lookup(table, unsafe { nibbles(l, body, first, i) })
 }
 
 format_of!(
@@ -416,9 +509,11 @@ format_of!(
     Iq4Nl, QuantType::Iq4Nl, {
         const OFFSET_BITS: u32 = 7;
         const VALUES: Option<[i8; 16]> = Some(IQ4);
+        const BYTE_OFFSET_BITS: u32 = 0;
         loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+        own_quad!(|l, body, _j, i| pairs(l, looked_up(l, body, 0, i, &IQ4_CODES)));
     },
-    |l, body, _j, i| looked_up(l, body, 0, i, &IQ4_CODES),
+    |l, body, _j, i| looked_up(l, body, 0, i, &IQ4_BYTES),
     |l, head, _body, _j| plain(l, head, false)
 );
 format_of!(
@@ -427,9 +522,11 @@ format_of!(
     Iq4Xs, QuantType::Iq4Xs, {
         const OFFSET_BITS: u32 = 7;
         const VALUES: Option<[i8; 16]> = Some(IQ4);
+        const BYTE_OFFSET_BITS: u32 = 0;
         loose_nibbles!(|l, body, j, i| word(l, body, 1 + 4 * j + i % 4), if i < 4 { 0 } else { 4 });
+        own_quad!(|l, body, j, i| pairs(l, looked_up(l, body, 1 + 4 * j, i, &IQ4_CODES)));
     },
-    |l, body, j, i| looked_up(l, body, 1 + 4 * j, i, &IQ4_CODES),
+    |l, body, j, i| looked_up(l, body, 1 + 4 * j, i, &IQ4_BYTES),
     |l, head, body, j| {
         let low = field(l, word(l, body, 0), 4 * j as u32, 0, 15);
         let high = field(l, l.load_u16(head.add(LINE / 2)), 2 * j as u32, 4, 3);
@@ -442,8 +539,10 @@ format_of!(
     Mxfp4, QuantType::Mxfp4, {
         const OFFSET_BITS: u32 = 4;
         const VALUES: Option<[i8; 16]> = Some(E2M1);
+        const BYTE_OFFSET_BITS: u32 = 0;
         loose_nibbles!(|l, body, _j, i| word(l, body, i % 4), if i < 4 { 0 } else { 4 });
+        own_quad!(|l, body, _j, i| pairs(l, looked_up(l, body, 0, i, &E2M1_CODES)));
     },
-    |l, body, _j, i| looked_up(l, body, 0, i, &E2M1_CODES),
+    |l, body, _j, i| looked_up(l, body, 0, i, &E2M1_BYTES),
     |l, head, _body, _j| Factors { d: l.load_half_e8m0(head), subscales: [l.zero(); 2], mins: [l.zero_f(); 2] }
 );

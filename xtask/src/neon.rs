@@ -1,0 +1,134 @@
+//! `cargo xtask test-neon`: the tests of `dynacore` for AArch64, run by QEMU's user-mode emulation.
+//!
+//! Whatever the emulated CPU has is tested: all sets on the first, then those that choose their kernels by less. Results
+//! are checked, speed is not: emulation says nothing about it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::bail;
+
+use crate::test::{cargo, root, step};
+
+const TARGET: &str = "aarch64-unknown-linux-gnu";
+const LINKER: &str = "aarch64-linux-gnu-gcc";
+const EMULATOR: &str = "qemu-aarch64";
+/// Where Debian's cross packages put the libraries of the other architecture.
+const LIBRARIES: &str = "/usr/aarch64-linux-gnu";
+
+/// An emulated CPU: its name, the instruction set that must be chosen on it, and which tests run (none named: all).
+const CPUS: [(&str, &str, &[&str]); 3] = [
+    ("max", "i8mm", &[]),
+    ("neoverse-n1", "dotprod", QUICK),
+    ("cortex-a72", "neon", QUICK),
+];
+
+/// Tests that show which set is chosen, that all its kernels run without instructions the CPU lacks, and that they have
+/// the bits of all others.
+const QUICK: &[&str] = &[
+    "the_cap_is_honoured_or_refused",
+    "the_short_self_test_passes_on_every_table_fused_and_plain",
+    "products_have_the_same_bits_on_every_architecture",
+    "results_have_the_same_bits_on_every_architecture",
+];
+
+/// Builds and runs; the first failure ends it. `filters` name tests, and replace the lists above.
+pub(crate) fn run(filters: &[String]) -> anyhow::Result<()> {
+    if cfg!(target_arch = "aarch64") {
+        bail!("this machine is AArch64: `cargo test -p dynacore` runs its kernels without emulation");
+    }
+    let missing = missing();
+    if !missing.is_empty() {
+        bail!("test-neon needs what this machine lacks:\n{}", missing.join("\n"));
+    }
+    let root = root()?;
+    step(
+        "build the tests of dynacore for AArch64",
+        command(&root, "max").arg("--no-run"),
+    )?;
+    for (cpu, isa, tests) in CPUS {
+        let mut command = command(&root, cpu);
+        command.env("DYNACORE_TEST_ISA", isa).arg("--");
+        if filters.is_empty() {
+            command.args(tests);
+        } else {
+            command.args(filters);
+        }
+        step(
+            &format!("tests of dynacore on an emulated {cpu} ({isa})"),
+            &mut command,
+        )?;
+    }
+    Ok(())
+}
+
+/// `cargo test` for the emulated CPU, without arguments for the tests.
+fn command(root: &Path, cpu: &str) -> Command {
+    let mut command = Command::new(cargo());
+    command
+        .args([
+            "test",
+            "--package",
+            "dynacore",
+            "--lib",
+            "--tests",
+            "--target",
+            TARGET,
+        ])
+        .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", LINKER)
+        .env(
+            "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER",
+            format!("{EMULATOR} -L {LIBRARIES} -cpu {cpu}"),
+        )
+        .env_remove("DYNACORE_ISA")
+        .current_dir(root);
+    command
+}
+
+/// What must be installed first, a line each.
+fn missing() -> Vec<String> {
+    let mut all = Vec::new();
+    let libdir = Command::new("rustc")
+        .args(["--print", "target-libdir", "--target", TARGET])
+        .output()
+        .ok()
+        .filter(|o| o.status.success())
+        .map(|o| PathBuf::from(String::from_utf8_lossy(&o.stdout).trim()));
+    if !libdir.is_some_and(|path| path.is_dir()) {
+        all.push(format!(
+            "- Rust's library for {TARGET}: `rustup target add {TARGET}`"
+        ));
+    }
+    for (program, package) in [(LINKER, "gcc-aarch64-linux-gnu"), (EMULATOR, "qemu-user")] {
+        if !in_path(program, std::env::var_os("PATH")) {
+            all.push(format!(
+                "- `{program}` in PATH; on Debian and Ubuntu: `apt-get install {package}`"
+            ));
+        }
+    }
+    if !Path::new(LIBRARIES).join("lib/ld-linux-aarch64.so.1").exists() {
+        all.push(format!(
+            "- the C library for AArch64 in {LIBRARIES}; on Debian and Ubuntu: `apt-get install libc6-arm64-cross`"
+        ));
+    }
+    all
+}
+
+fn in_path(program: &str, path: Option<OsString>) -> bool {
+    path.is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(program).is_file()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_looked_for_in_all_folders_of_the_path() {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let path = std::env::join_paths([here.join("none"), here.join("src")]).expect("no colons");
+        assert!(in_path("neon.rs", Some(path.clone())));
+        assert!(!in_path("no-such-program", Some(path)));
+        assert!(!in_path("neon.rs", None));
+    }
+}
