@@ -39,16 +39,15 @@ def ours(a):
 
 def theirs(a):
     figures, threads = {}, ["-t", str(a.threads)]
-    tests = [x for n in a.prefill for x in ("-p", str(n))]
-    tests += [x for n in a.decode for x in ("-d", str(n))] + (["-n", "128"] if a.decode else ["-n", "0"])
-    if a.prefill or a.decode:
-        bench = subprocess.run([os.path.join(a.peer, "llama-bench"), "-m", a.model, *threads, *tests, "-r", "1", "-o", "json"],
+    # Prompts from an empty context, replies from each depth.
+    tests = [["-p", ",".join(map(str, a.prefill)), "-n", "0"]] if a.prefill else []
+    tests += [["-p", "0", "-n", "128", "-d", ",".join(map(str, a.decode))]] if a.decode else []
+    for test in tests:
+        bench = subprocess.run([os.path.join(a.peer, "llama-bench"), "-m", a.model, *threads, *test, "-r", "1", "-o", "json"],
                                check=True, capture_output=True, text=True).stdout
         for r in json.loads(bench):
-            if r["n_gen"]:
-                figures[f"decode from {r['n_depth']}"] = r["avg_ts"]
-            elif r["n_depth"] == 0:
-                figures[f"prefill {r['n_prompt']}"] = r["avg_ts"]
+            name = f"decode from {r['n_depth']}" if r["n_gen"] else f"prefill {r['n_prompt']}"
+            figures[name] = r["avg_ts"]
     for n in a.users:
         out = subprocess.run(
             [os.path.join(a.peer, "llama-batched-bench"), "-m", a.model, *threads, "-c", str(n * (a.context + 16) + 64),

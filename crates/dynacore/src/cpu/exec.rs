@@ -170,7 +170,7 @@ impl CpuExecutor {
             .unwrap_or(0);
         let scratch = (0..workers).map(|_| {
             Mutex::new(WorkerScratch {
-                attention: Scratch::new(head_dim, geometry.block_tokens),
+                attention: Scratch::new(head_dim, geometry.block_tokens, table),
                 turned: vec![0.0; row],
             })
         });

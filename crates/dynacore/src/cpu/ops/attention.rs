@@ -24,6 +24,7 @@ use crate::cpu::kernels::ops::OpTable;
 use crate::cpu::pool::shared::SharedMem;
 use crate::cpu::program::AttnClass;
 use crate::cpu::storage::CpuCache;
+use crate::cpu::table::KernelTable;
 
 /// A tile that costs more than this part of a worker's share of the step is split.
 const ITEMS_PER_WORKER: usize = 4;
@@ -200,7 +201,7 @@ pub(crate) struct Scratch {
     part: Parts,
     total: Parts,
     #[cfg(target_arch = "x86_64")]
-    wide: wide::Memory,
+    wide: Option<wide::Memory>,
 }
 
 /// m, l and acc of up to [`MAX_LINES`] lines.
@@ -221,8 +222,12 @@ impl Parts {
 }
 
 impl Scratch {
-    /// For heads of up to `head_dim` elements and blocks of `block_tokens`.
-    pub(crate) fn new(head_dim: usize, block_tokens: usize) -> Scratch {
+    /// For heads of up to `head_dim` elements and blocks of `block_tokens`, under a table.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(unused_variables, reason = "no other table has tiles")
+    )]
+    pub(crate) fn new(head_dim: usize, block_tokens: usize, table: &KernelTable) -> Scratch {
         let stride = head_dim.next_multiple_of(16);
         Scratch {
             q: vec![0.0; MAX_LINES * stride],
@@ -231,7 +236,7 @@ impl Scratch {
             part: Parts::new(stride),
             total: Parts::new(stride),
             #[cfg(target_arch = "x86_64")]
-            wide: wide::Memory::default(),
+            wide: wide::Memory::of(table),
         }
     }
 }
@@ -279,7 +284,9 @@ impl<'a> Layer<'a> {
         let lines = self.lines(tile, head_part);
         #[cfg(target_arch = "x86_64")]
         if lines.tile.wide {
-            return self.attend_wide(cache, q, &lines, &mut scratch.wide);
+            let memory = scratch.wide.as_mut();
+            let memory = memory.expect("tiles of rows are wide only under a table with tiles");
+            return self.attend_wide(cache, q, &lines, memory);
         }
         self.load_queries(&lines, q, &mut scratch.q);
         scratch.total.sum = [0.0; MAX_LINES];

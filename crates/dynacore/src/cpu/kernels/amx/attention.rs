@@ -30,6 +30,7 @@ use super::{Line, TILE, TILE_ROWS, configure, two_by_two};
 use crate::cpu::kernels::generic::attention::CHUNK;
 use crate::cpu::kernels::simd::{Simd, avx512::Avx512, math};
 use crate::cpu::kernels::{GROUP, ROWS};
+use crate::cpu::table::KernelTable;
 
 /// Lines that are taken together: two tiles.
 pub(crate) const BLOCK: usize = 2 * ROWS;
@@ -78,8 +79,8 @@ pub(crate) struct Scoring {
     pub(crate) softcap: Option<f32>,
 }
 
-/// The lines of an item and a chunk of keys and values, as tiles: a worker's own memory.
-#[derive(Default)]
+/// The lines of an item and a chunk of keys and values, as tiles: a worker's own memory. There is one only where tiles
+/// may be used, see [`Wide::of`].
 pub(crate) struct Wide {
     /// Head size, rounded up to whole groups of 32.
     stride: usize,
@@ -102,6 +103,23 @@ pub(crate) struct Wide {
 }
 
 impl Wide {
+    /// For the kernels of a table, if it has tiles: a table is handed out only if the CPU has its instruction set and the
+    /// system permits tiles.
+    pub(crate) fn of(table: &KernelTable) -> Option<Wide> {
+        table.tiles.as_ref().map(|_| Wide {
+            stride: 0,
+            lines: 0,
+            queries: Tiles::default(),
+            keys: Tiles::default(),
+            values: Tiles::default(),
+            scores: Tiles::default(),
+            weights: Tiles::default(),
+            sums: Tiles::default(),
+            max: Vec::new(),
+            sum: Vec::new(),
+        })
+    }
+
     /// Begins an item of `lines` lines (rounded up to blocks) of heads of `stride` elements, a multiple of 32.
     ///
     /// # Panics
@@ -129,11 +147,17 @@ impl Wide {
     ///
     /// # Panics
     /// If there are no such lines.
+    pub(crate) fn queries(&mut self, tile: usize, rows: &[f32], scoring: &Scoring) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.queries_inner(tile, rows, scoring) }
+    }
+
+    /// See [`Wide::queries`].
     ///
     /// # Safety
     /// The CPU has the table's instruction set.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(crate) unsafe fn queries(&mut self, tile: usize, rows: &[f32], scoring: &Scoring) {
+    unsafe fn queries_inner(&mut self, tile: usize, rows: &[f32], scoring: &Scoring) {
         let factor = match scoring.softcap {
             // The cap is of the plain scores.
             Some(_) => scoring.scale,
@@ -160,11 +184,17 @@ impl Wide {
     ///
     /// # Panics
     /// If there is no such group.
+    pub(crate) fn keys(&mut self, group: usize, rows: &[f32]) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.keys_inner(group, rows) }
+    }
+
+    /// See [`Wide::keys`].
     ///
     /// # Safety
     /// The CPU has the table's instruction set.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(crate) unsafe fn keys(&mut self, group: usize, rows: &[f32]) {
+    unsafe fn keys_inner(&mut self, group: usize, rows: &[f32]) {
         let (stride, groups) = (self.stride, self.stride / GROUP);
         assert_eq!(rows.len(), TOKENS * stride, "a group's tokens");
         let out = self.keys.at(group * 4 * groups, 4 * groups);
@@ -187,11 +217,17 @@ impl Wide {
     ///
     /// # Panics
     /// If there is no such group.
+    pub(crate) fn values(&mut self, group: usize, rows: &[f32]) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.values_inner(group, rows) }
+    }
+
+    /// See [`Wide::values`].
     ///
     /// # Safety
     /// The CPU has the table's instruction set.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(crate) unsafe fn values(&mut self, group: usize, rows: &[f32]) {
+    unsafe fn values_inner(&mut self, group: usize, rows: &[f32]) {
         let stride = self.stride;
         assert!(
             rows.len() == TOKENS * stride && group < GROUPS,
@@ -223,11 +259,17 @@ impl Wide {
     ///
     /// # Panics
     /// If there are fewer ranges than lines.
+    pub(crate) fn chunk(&mut self, seen: &[[i32; 2]], scoring: &Scoring) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.chunk_inner(seen, scoring) }
+    }
+
+    /// See [`Wide::chunk`].
     ///
     /// # Safety
     /// The CPU has the table's instruction set and [`super::permitted`] was true.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-    pub(crate) unsafe fn chunk(&mut self, seen: &[[i32; 2]], scoring: &Scoring) {
+    unsafe fn chunk_inner(&mut self, seen: &[[i32; 2]], scoring: &Scoring) {
         assert_eq!(seen.len(), self.lines, "a range for each line");
         // SAFETY: the caller promises the permission; nothing that is called here configures tiles anew.
         unsafe { configure() };
@@ -356,11 +398,17 @@ impl Wide {
     ///
     /// # Panics
     /// If there are no such lines.
+    pub(crate) fn finish(&mut self, tile: usize, rows: &mut [f32]) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.finish_inner(tile, rows) }
+    }
+
+    /// See [`Wide::finish`].
     ///
     /// # Safety
     /// The CPU has the table's instruction set.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    pub(crate) unsafe fn finish(&mut self, tile: usize, rows: &mut [f32]) {
+    unsafe fn finish_inner(&mut self, tile: usize, rows: &mut [f32]) {
         let (stride, deep) = (self.stride, self.stride / ROWS);
         assert_eq!(rows.len(), ROWS * stride, "sixteen lines");
         let sum: &[f32; ROWS] = self.sum[tile * ROWS..].first_chunk().expect("sixteen lines");

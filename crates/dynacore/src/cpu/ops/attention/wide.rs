@@ -5,15 +5,26 @@ use crate::cpu::kernels::ROWS;
 use crate::cpu::kernels::amx::attention::{BLOCK, Scoring, TOKENS, Wide};
 use crate::cpu::kernels::generic::attention::CHUNK;
 use crate::cpu::storage::CpuCache;
+use crate::cpu::table::KernelTable;
 
 /// A worker's own memory.
-#[derive(Default)]
 pub(super) struct Memory {
     tiles: Wide,
     /// Rows of the cache, of queries or of results, `[32][stride]`.
     rows: Vec<f32>,
     /// `start..end` of each line.
     seen: Vec<[i32; 2]>,
+}
+
+impl Memory {
+    /// If the table has tiles.
+    pub(super) fn of(table: &KernelTable) -> Option<Memory> {
+        Wide::of(table).map(|tiles| Memory {
+            tiles,
+            rows: Vec::new(),
+            seen: Vec::new(),
+        })
+    }
 }
 
 /// Tokens of a piece that lies in one block of the cache, and at the same place in every group of [`TOKENS`].
@@ -35,9 +46,7 @@ impl Layer<'_> {
         for tile in 0..count.next_multiple_of(BLOCK) / ROWS {
             let rows = &mut rows[..ROWS * stride];
             self.load_lines(lines, q, tile * ROWS..count, stride, rows);
-            // SAFETY: an item is wide only if the table has tiles, which is handed out only if the CPU has its
-            // instruction set and the system permits tiles.
-            unsafe { tiles.queries(tile, rows, &scoring) };
+            tiles.queries(tile, rows, &scoring);
         }
         for chunk in lines.tile.chunks.clone() {
             seen.clear();
@@ -51,8 +60,7 @@ impl Layer<'_> {
             seen.resize(count.next_multiple_of(BLOCK), [0, 0]);
             for group in low / TOKENS..high.div_ceil(TOKENS) {
                 self.load_tokens(cache, lines, chunk, group, low..high, 0, stride, rows);
-                // SAFETY: as above.
-                unsafe { tiles.keys(group, rows) };
+                tiles.keys(group, rows);
                 self.load_tokens(
                     cache,
                     lines,
@@ -63,16 +71,13 @@ impl Layer<'_> {
                     stride,
                     rows,
                 );
-                // SAFETY: as above.
-                unsafe { tiles.values(group, rows) };
+                tiles.values(group, rows);
             }
-            // SAFETY: as above.
-            unsafe { tiles.chunk(seen, &scoring) };
+            tiles.chunk(seen, &scoring);
         }
         for tile in 0..count.div_ceil(ROWS) {
             let rows = &mut rows[..ROWS * stride];
-            // SAFETY: as above.
-            unsafe { tiles.finish(tile, rows) };
+            tiles.finish(tile, rows);
             let lines_of = tile * ROWS..count.min((tile + 1) * ROWS);
             for (line, row) in lines_of.zip(rows.chunks_exact(stride)) {
                 let at = self.out + self.element(lines, line);
