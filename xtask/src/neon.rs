@@ -76,6 +76,8 @@ fn command(root: &Path, cpu: &str) -> Command {
             "--target",
             TARGET,
         ])
+        // Flags for this machine's CPU are not for another's.
+        .env_remove("RUSTFLAGS")
         .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", LINKER)
         .env(
             "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER",

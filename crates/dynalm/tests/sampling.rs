@@ -63,10 +63,10 @@ fn samplers() -> Vec<Arc<Mutex<Sampler>>> {
             _ => 0.9,
         },
         top_k: if row % 4 == 1 { 20 } else { 0 },
-        top_p: if row % 2 == 0 { 0.9 } else { 1.0 },
-        repetition_penalty: if row % 5 == 0 { 1.2 } else { 1.0 },
+        top_p: if row.is_multiple_of(2) { 0.9 } else { 1.0 },
+        repetition_penalty: if row.is_multiple_of(5) { 1.2 } else { 1.0 },
         seed: row as u64,
-        logprobs: (row % 2 == 0).then_some(3),
+        logprobs: row.is_multiple_of(2).then_some(3),
         ..SamplingParams::default()
     };
     (0..ROWS)
@@ -81,7 +81,7 @@ fn tasks(samplers: &[Arc<Mutex<Sampler>>]) -> Vec<Option<RowTask>> {
         5 => Some(RowTask::Score { token: 11, top: 4 }),
         _ => Some(RowTask::Draw {
             sampler: Arc::clone(&samplers[row]),
-            excluded: (row % 3 == 0).then(|| Arc::from([0, 1, 2, 3])),
+            excluded: row.is_multiple_of(3).then(|| Arc::from([0, 1, 2, 3])),
             mask: match row {
                 NOTHING => Some(Arc::from([])),
                 // Every third token.

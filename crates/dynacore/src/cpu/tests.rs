@@ -258,8 +258,18 @@ fn the_decoder_is_what_the_evaluator_says() {
 #[test]
 fn in_auto_mode_the_number_of_workers_changes_no_bit() {
     let mut rng = Rng::new(6);
-    let seqs = vec![(0..250).map(|_| rng.below(80) as u32).collect::<Vec<_>>()];
-    let schedule = [vec![(0, 200)], vec![(0, 17)], vec![(0, 32)], vec![(0, 1)]];
+    // Positions on both sides of 256 and 512, where chunks of the context end, in one step; another sequence beside.
+    let seqs: Vec<Vec<u32>> = [550, 60]
+        .iter()
+        .map(|n| (0..*n).map(|_| rng.below(80) as u32).collect())
+        .collect();
+    let schedule = [
+        vec![(0, 200)],
+        vec![(0, 17), (1, 60)],
+        vec![(0, 180)],
+        vec![(0, 152)],
+        vec![(0, 1)],
+    ];
     for isa in isas() {
         let model = Model::new(&Decoder::small(), KvType::F16);
         let truth = model.run(&device_in(Mode::Auto, isa, 1), &seqs, &schedule, 1);
@@ -267,6 +277,35 @@ fn in_auto_mode_the_number_of_workers_changes_no_bit() {
             let found = model.run(&device_in(Mode::Auto, isa, threads), &seqs, &schedule, 2);
             assert!(found == truth, "{isa} {threads}");
         }
+    }
+}
+
+/// A value that is not finite reaches whoever sees its token, and nobody else, from tiles as from vectors.
+#[test]
+fn a_broken_value_stays_with_those_that_see_it() {
+    let mut case = cases::attention(&cases::Attention {
+        steps: &[[40, 3], [30, 1]],
+        window: Some(25),
+        ..cases::Attention::default()
+    });
+    let width = 2 * 64;
+    let mut values = Rng::new(4).values(64 * width, cases::Values::Normal);
+    // Beyond binary16.
+    values[63 * width + 5] = 1e6;
+    case.tensors.add("v.weight", dynair::DType::F32, 64, &values);
+    for step in &mut case.steps {
+        step.tokens.iter_mut().for_each(|t| *t %= 63);
+    }
+    case.steps[0].tokens[20] = 63;
+    for isa in isas() {
+        let finite = |mode| {
+            let (found, cols) = execute(&device_in(mode, isa, 2), &case, true).expect("the case runs");
+            let rows = found.chunks(cols).map(|row| row.iter().all(|v| v.is_finite()));
+            rows.collect::<Vec<_>>()
+        };
+        let truth = finite(Mode::Exact);
+        assert!(truth.contains(&true) && truth.contains(&false), "{truth:?}");
+        assert_eq!(finite(Mode::Auto), truth, "{isa}");
     }
 }
 

@@ -75,7 +75,7 @@ impl Topology {
     /// is rounded down: a thread that is throttled half of the time holds up all others at the end of every stage. Why
     /// efficiency cores and hyper-thread siblings do not count: DD-015.
     pub fn auto_threads(&self) -> usize {
-        self.fast_cores.min(self.granted_cores())
+        self.fast_cores.min(self.granted_cores()).max(1)
     }
 
     /// Physical cores within affinity mask and quota, at least 1: more threads than that share cores.

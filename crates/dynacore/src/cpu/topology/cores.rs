@@ -2,8 +2,8 @@
 //!
 //! Linux tells kinds of cores apart in three ways, of which the first that is there is taken:
 //!
-//! 1. Intel's hybrid processors have one set of counters for each kind: `devices/cpu_core/cpus` and
-//!    `devices/cpu_atom/cpus` list the logical CPUs of either;
+//! 1. Intel's hybrid processors have one set of counters for each kind: `devices/cpu_core/cpus`, `devices/cpu_atom/cpus`
+//!    and, where there is a third kind, `devices/cpu_lowpower/cpus` list the logical CPUs of each;
 //! 2. `cpu_capacity` of each logical CPU says how much it computes, the fastest being 1024 (Arm, RISC-V, and x86 from
 //!    Linux 6.12 on);
 //! 3. `cpufreq/cpuinfo_max_freq`: where cores differ in nothing but their clock.
@@ -33,7 +33,7 @@ impl Cores {
         let speeds = speeds(sys, allowed);
         let fastest = speeds.values().copied().fold(0.0, f64::max);
         // By the first of the hyper-thread siblings.
-        let mut cores: BTreeMap<usize, bool> = BTreeMap::new();
+        let mut cores: BTreeMap<usize, f64> = BTreeMap::new();
         for cpu in allowed {
             let siblings = sys.join(format!(
                 "devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -42,10 +42,25 @@ impl Cores {
                 .ok()
                 .and_then(|list| parse_cpu_list(&list).first().copied());
             // One that says nothing of its speed is not slower than others.
-            let fast = speeds.get(cpu).is_none_or(|speed| *speed >= FAST_SHARE * fastest);
-            *cores.entry(first.unwrap_or(*cpu)).or_default() |= fast;
+            let speed = speeds.get(cpu).copied().unwrap_or(fastest);
+            let core = cores.entry(first.unwrap_or(*cpu)).or_default();
+            *core = core.max(speed);
         }
-        let fast = cores.values().filter(|fast| **fast).count();
+        let from = |fastest: f64| {
+            cores
+                .values()
+                .filter(|speed| **speed >= FAST_SHARE * fastest)
+                .count()
+        };
+        let mut fast = from(fastest);
+        // One core alone is for bursts of one program: the kind below does the work of many.
+        if fast == 1 {
+            let rest = cores
+                .values()
+                .copied()
+                .filter(|speed| *speed < FAST_SHARE * fastest);
+            fast = from(rest.fold(0.0, f64::max).min(fastest)).max(fast);
+        }
         (!cores.is_empty()).then_some(Cores {
             physical: cores.len(),
             fast,
@@ -58,7 +73,12 @@ fn speeds(sys: &Path, cpus: &BTreeSet<usize>) -> BTreeMap<usize, f64> {
     let list = |name: &str| fs::read_to_string(sys.join("devices").join(name).join("cpus")).ok();
     if let (Some(_), Some(slow)) = (list("cpu_core"), list("cpu_atom")) {
         let slow = parse_cpu_list(&slow);
-        let speed = |cpu: &usize| if slow.contains(cpu) { 0.5 } else { 1.0 };
+        let slowest = list("cpu_lowpower").map_or_else(BTreeSet::new, |list| parse_cpu_list(&list));
+        let speed = |cpu: &usize| match (slow.contains(cpu), slowest.contains(cpu)) {
+            (_, true) => 0.4,
+            (true, _) => 0.5,
+            _ => 1.0,
+        };
         return cpus.iter().map(|cpu| (*cpu, speed(cpu))).collect();
     }
     let of = |file: &str| -> BTreeMap<usize, f64> {
@@ -176,8 +196,27 @@ mod tests {
             );
         }
         assert_eq!(sys.cores("0-7"), Some((8, 4)));
-        assert_eq!(sys.cores("0-4"), Some((5, 1)));
+        // A single fast core does not do the work of four.
+        assert_eq!(sys.cores("0-4"), Some((5, 5)));
         assert_eq!(sys.cores("0-3"), Some((4, 4)));
+        for (cpu, capacity) in [326, 326, 326, 606, 606, 606, 606, 1024].into_iter().enumerate() {
+            sys.put(
+                &format!("system/cpu/cpu{cpu}/cpu_capacity"),
+                &capacity.to_string(),
+            );
+        }
+        assert_eq!(sys.cores("0-7"), Some((8, 5)));
+    }
+
+    #[test]
+    fn a_third_kind_of_intel_core_is_the_slowest() {
+        let sys = Sys::new("lowpower");
+        sys.singles(0..16);
+        sys.put("cpu_core/cpus", "0-5");
+        sys.put("cpu_atom/cpus", "6-13");
+        sys.put("cpu_lowpower/cpus", "14-15");
+        assert_eq!(sys.cores("0-15"), Some((16, 6)));
+        assert_eq!(sys.cores("6-15"), Some((10, 10)));
     }
 
     #[test]

@@ -51,6 +51,9 @@ const UNSEEN: f32 = -3e38;
 /// below the normal ones, which such weights would make of others soon, cost a hundred times as much.
 const NEGLIGIBLE: f32 = -64.0;
 
+/// The largest bf16: values beyond it become infinite.
+pub(crate) const LARGEST: f32 = f32::from_bits(0x7f7f_0000);
+
 /// Tiles in memory, aligned to lines.
 #[derive(Default)]
 struct Tiles(Vec<Line>);
@@ -180,7 +183,7 @@ impl Wide {
         }
     }
 
-    /// Takes keys of group `group` of a chunk's tokens, `[32][stride]`. Unseen ones may be anything finite.
+    /// Takes keys of group `group` of a chunk's tokens, `[32][stride]`. Unseen ones may be anything.
     ///
     /// # Panics
     /// If there is no such group.
@@ -213,11 +216,12 @@ impl Wide {
         }
     }
 
-    /// Takes values of group `group` of a chunk's tokens, `[32][stride]`. Unseen ones must be finite.
+    /// Takes values of group `group` of a chunk's tokens, `[32][stride]`; says whether all are finite as bf16, as they must
+    /// be: a token that some lines see meets others with a weight of zero.
     ///
     /// # Panics
     /// If there is no such group.
-    pub(crate) fn values(&mut self, group: usize, rows: &[f32]) {
+    pub(crate) fn values(&mut self, group: usize, rows: &[f32]) -> bool {
         // SAFETY: a value is made only under a table with tiles.
         unsafe { self.values_inner(group, rows) }
     }
@@ -227,7 +231,7 @@ impl Wide {
     /// # Safety
     /// The CPU has the table's instruction set.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn values_inner(&mut self, group: usize, rows: &[f32]) {
+    unsafe fn values_inner(&mut self, group: usize, rows: &[f32]) -> bool {
         let stride = self.stride;
         assert!(
             rows.len() == TOKENS * stride && group < GROUPS,
@@ -236,6 +240,7 @@ impl Wide {
         let first: [i16; 32] = std::array::from_fn(|i| (i / 2 + i % 2 * 16) as i16);
         // SAFETY: both are 64 bytes of integers.
         let pairs = unsafe { std::mem::transmute::<[i16; 32], __m512i>(first) };
+        let mut largest = _mm512_setzero_si512();
         for d in 0..stride / ROWS {
             let out = self.values.at(d * GROUPS + group, 1);
             let mut lines = [_mm512_setzero_si512(); ROWS];
@@ -247,11 +252,17 @@ impl Wide {
                     // SAFETY: `x` is 64 bytes.
                     unsafe { _mm512_loadu_ps(x.as_ptr()) }
                 };
-                *line = _mm512_permutexvar_epi16(pairs, bf16(part(1), part(0)));
+                let parts = [part(0), part(1)];
+                for part in parts {
+                    let size = _mm512_and_si512(_mm512_castps_si512(part), _mm512_set1_epi32(i32::MAX));
+                    largest = _mm512_max_epi32(largest, size);
+                }
+                *line = _mm512_permutexvar_epi16(pairs, bf16(parts[1], parts[0]));
             }
             // SAFETY: `at` has checked that the tile lies in memory of our own.
             unsafe { store(transposed(lines), out) };
         }
+        _mm512_reduce_max_epi32(largest) <= LARGEST.to_bits() as i32
     }
 
     /// All lines meet the tokens of the chunk they see: `seen` has `start..end` of each line, counted from the chunk's
@@ -304,10 +315,10 @@ impl Wide {
         let queries = self.queries.at(block * 4 * each, 4 * each);
         for group in groups {
             let keys = self.keys.at(group * 4 * each, 4 * each);
-            let low = self.scores.at(2 * group, 2);
-            let high = self.scores.at(CHUNK / ROWS + 2 * group, 2);
-            // SAFETY: tiles are configured; `at` has checked the memory.
-            unsafe { products(keys, queries, each, [low, high]) };
+            let out = self.scores.at(2 * group, CHUNK / ROWS + 2);
+            // SAFETY: tiles are configured; `at` has checked the memory, in which the second half of the block's scores
+            // lies that much behind the first.
+            unsafe { products(keys, queries, each, [out, out.add(CHUNK / ROWS * TILE)]) };
         }
     }
 
@@ -355,7 +366,9 @@ impl Wide {
                 let line = _mm512_ternarylogic_epi32::<0xf8>(low, words[1], mask);
                 _mm512_store_si512(weights.add(pair * size_of::<Line>()).cast(), line);
             }
-            let fall = power(_mm512_sub_ps(old, new));
+            // Exactly one where nothing changed: what other lines see must not move this one's bits.
+            let same = _mm512_cmpeq_ps_mask(old, new);
+            let fall = _mm512_mask_mov_ps(power(_mm512_sub_ps(old, new)), same, _mm512_set1_ps(1.0));
             let total = _mm512_fmadd_ps(
                 _mm512_loadu_ps(sum.as_ptr()),
                 fall,
@@ -388,9 +401,12 @@ impl Wide {
         let weights = self.weights.at(0, 2 * count);
         let sums = self.sums.at(block * 2 * deep, 2 * deep);
         for d in (0..deep).step_by(2) {
-            let values = [d, d + 1].map(|d| self.values.at(d * GROUPS + groups.start, count).cast_const());
+            let values = self.values.at(d * GROUPS + groups.start, GROUPS + count);
             // SAFETY: tiles are configured; `at` has checked the memory; the head has an even number of tiles.
-            unsafe { two_by_two(values, weights, count, sums.add(d * TILE), deep * TILE) };
+            unsafe {
+                let values = [values.cast_const(), values.add(GROUPS * TILE).cast_const()];
+                two_by_two(values, weights, count, sums.add(d * TILE), deep * TILE);
+            };
         }
     }
 

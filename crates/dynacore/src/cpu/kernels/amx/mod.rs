@@ -4,7 +4,7 @@
 //!
 //! Activations are rounded to bf16 and stand in *tiles* of 16 rows by 32 values of K, `[rows / 16][K / 32][16][32]`, a
 //! kibibyte each, in the order of the records' codes (see [`crate::cpu::kernels`]). Rows past the last are zero. Behind
-//! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded, a chunk of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows of the
+//! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded, eight groups of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows of the
 //! weight: line p of a tile holds pair p of the group's codes for each row ([`expand`]). A tile product adds 16 by 16
 //! results in f32, and its lines are the 16 outputs of one row of activations, as everywhere.
 //!
@@ -51,6 +51,9 @@ const PANEL: usize = 8;
 
 /// Groups of K of a chunk, whole panels: long, because all sums are fetched and put back for each chunk.
 const CHUNK: usize = 48;
+
+/// Bytes of sums that wait for the next chunk together: with a block of activations, a second-level cache.
+const SUM_BYTES: usize = 704 << 10;
 
 /// Most rows for which weights stream, each row group from its start to its end.
 const FEW: usize = 32;
@@ -176,39 +179,41 @@ pub(crate) unsafe fn product(
     );
     let rows = tiles * TILE_ROWS;
     let chunk = if rows <= FEW { groups } else { CHUNK };
-    // Sums of a pair are done with before the next pair's begin, unless they wait for the next chunk.
-    let waiting = if chunk < groups { args.weights.len() } else { 2 };
+    // Sums wait for the next chunk; where there is none, a pair's are done with before the next pair's begin.
+    let together = if chunk < groups {
+        (SUM_BYTES / (rows * size_of::<Line>())).max(2) / 2 * 2
+    } else {
+        2
+    };
     let Buffers { panel, sums } = buffers;
     panel.resize(2 * PANEL.min(groups) * TILE / size_of::<Line>(), Line::ZERO);
-    sums.resize(waiting.max(2) * rows, Line::ZERO);
+    sums.resize(
+        together.min(args.weights.len().next_multiple_of(2)) * rows,
+        Line::ZERO,
+    );
     // SAFETY: the caller promises the instruction set and the permission; the configuration is this function's for its
     // whole length, since nothing it calls uses tiles but `multiply`.
     unsafe { configure() };
-    for first in (0..groups).step_by(chunk) {
-        let end = groups.min(first + chunk);
-        for (i, pair) in args.weights.chunks(2).enumerate() {
-            let at = if chunk < groups { 2 * i * rows } else { 0 };
-            let sums = Line::values(&mut sums[at..at + pair.len() * rows]);
-            if first == 0 {
-                sums.fill([0.0; ROWS]);
-            }
-            for first in (first..end).step_by(PANEL) {
-                let range = first..end.min(first + PANEL);
-                // SAFETY: the caller promises the instruction set and the weights; tiles are configured, and the panel
-                // has room.
-                unsafe { multiply(args, pair, range, panel.as_mut_ptr().cast(), sums) };
-            }
-            if end < groups {
-                continue;
-            }
-            for (weight, sums) in pair.iter().zip(sums.chunks_exact_mut(rows)) {
-                for (x, sums) in args.x.chunks_exact(rows_bytes).zip(sums.as_chunks_mut().0) {
-                    let factors = x.last_chunk().expect("the factors of 16 rows");
+    for (block, weights) in args.weights.chunks(together).enumerate() {
+        for first in (0..groups).step_by(chunk) {
+            let end = groups.min(first + chunk);
+            for (i, pair) in weights.chunks(2).enumerate() {
+                let sums = Line::values(&mut sums[2 * i * rows..(2 * i + pair.len()) * rows]);
+                if first == 0 {
+                    sums.fill([0.0; ROWS]);
+                }
+                for first in (first..end).step_by(PANEL) {
+                    let range = first..end.min(first + PANEL);
+                    // SAFETY: the caller promises the instruction set and the weights; tiles are configured, and the
+                    // panel has room.
+                    unsafe { multiply(args, pair, range, panel.as_mut_ptr().cast(), sums) };
+                }
+                if end == groups {
                     // SAFETY: the caller promises the instruction set.
-                    unsafe { scale_sums(weight.scales.sums, factors, sums) };
+                    unsafe { scale_pair(args, pair, sums) };
+                    done(block * together + 2 * i, sums);
                 }
             }
-            done(2 * i, sums);
         }
     }
     // SAFETY: as for `configure`.
@@ -255,6 +260,22 @@ unsafe fn multiply(
                 }
                 _ => one_by_one(x, panel, count, sum),
             }
+        }
+    }
+}
+
+/// Multiplies the sums of one or two row groups by their factors.
+///
+/// # Safety
+/// The CPU has the table's instruction set.
+unsafe fn scale_pair(args: &TileArgs<'_>, weights: &[RowGroup<'_>], sums: &mut [[f32; ROWS]]) {
+    let rows = sums.len() / weights.len();
+    for (weight, sums) in weights.iter().zip(sums.chunks_exact_mut(rows)) {
+        let tiles = args.x.chunks_exact(rows_bytes(args.cols));
+        for (x, sums) in tiles.zip(sums.as_chunks_mut().0) {
+            let factors = x.last_chunk().expect("the factors of 16 rows");
+            // SAFETY: the caller's promise.
+            unsafe { scale_sums(weight.scales.sums, factors, sums) };
         }
     }
 }

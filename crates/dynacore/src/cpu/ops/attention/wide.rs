@@ -2,7 +2,7 @@
 
 use super::{Layer, Lines};
 use crate::cpu::kernels::ROWS;
-use crate::cpu::kernels::amx::attention::{BLOCK, Scoring, TOKENS, Wide};
+use crate::cpu::kernels::amx::attention::{BLOCK, LARGEST, Scoring, TOKENS, Wide};
 use crate::cpu::kernels::generic::attention::CHUNK;
 use crate::cpu::storage::CpuCache;
 use crate::cpu::table::KernelTable;
@@ -25,6 +25,22 @@ impl Memory {
             seen: Vec::new(),
         })
     }
+}
+
+/// Takes a group's values. Tokens whose values are not finite, a bit each, are taken as zeros: with a weight of zero they
+/// would spoil lines that do not see them. Keys that are no numbers spoil those that do.
+fn take_values(tiles: &mut Wide, group: usize, stride: usize, rows: &mut [f32]) -> u32 {
+    let mut broken = 0;
+    if !tiles.values(group, rows) {
+        for (token, row) in rows.chunks_exact_mut(stride).enumerate() {
+            if !row.iter().all(|v| v.abs() <= LARGEST) {
+                broken |= 1 << token;
+                row.fill(0.0);
+            }
+        }
+        tiles.values(group, rows);
+    }
+    broken
 }
 
 /// Tokens of a piece that lies in one block of the cache, and at the same place in every group of [`TOKENS`].
@@ -59,8 +75,6 @@ impl Layer<'_> {
             let high = visible.map(|s| s[1]).max().unwrap_or(0) as usize;
             seen.resize(count.next_multiple_of(BLOCK), [0, 0]);
             for group in low / TOKENS..high.div_ceil(TOKENS) {
-                self.load_tokens(cache, lines, chunk, group, low..high, 0, stride, rows);
-                tiles.keys(group, rows);
                 self.load_tokens(
                     cache,
                     lines,
@@ -71,7 +85,14 @@ impl Layer<'_> {
                     stride,
                     rows,
                 );
-                tiles.values(group, rows);
+                let broken = take_values(tiles, group, stride, rows);
+                self.load_tokens(cache, lines, chunk, group, low..high, 0, stride, rows);
+                for (token, row) in rows.chunks_exact_mut(stride).enumerate() {
+                    if broken >> token & 1 == 1 {
+                        row.fill(f32::NAN);
+                    }
+                }
+                tiles.keys(group, rows);
             }
             tiles.chunk(seen, &scoring);
         }
