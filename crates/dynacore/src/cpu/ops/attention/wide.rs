@@ -108,29 +108,6 @@ impl Layer<'_> {
         }
     }
 
-    /// Where a line's head begins among the queries, and among the results.
-    fn element(&self, lines: &Lines<'_>, line: usize) -> usize {
-        let row = lines.tile.rows.start + line / lines.heads;
-        (row * self.spec.num_heads + lines.first_head + line % lines.heads) * self.spec.head_dim
-    }
-
-    /// Queries of some lines, as many as there is room for; zeros behind them.
-    fn load_lines(
-        &self,
-        lines: &Lines<'_>,
-        q: usize,
-        which: std::ops::Range<usize>,
-        stride: usize,
-        out: &mut [f32],
-    ) {
-        let dim = self.spec.head_dim;
-        out.fill(0.0);
-        for (line, out) in which.zip(out.chunks_exact_mut(stride)) {
-            let at = q + self.element(lines, line);
-            out[..dim].copy_from_slice(self.arena.read(at..at + dim));
-        }
-    }
-
     /// Keys (values lie `distance` further) of the tokens of a group that are in `seen`; zeros for others, whose memory
     /// may hold anything.
     #[expect(clippy::too_many_arguments, reason = "names a group of tokens of a cache")]
