@@ -1,10 +1,12 @@
 //! Times the linear kernels next to a streaming read in the same process.
 //!
 //! `cargo run --release -p dynacore --example bench_linear -- [threads=1,2] [types=Q4_K,F16] [rows=1,4,512]
-//! [k=2048] [isa=avx2]`
+//! [k=2048] [isa=avx2]
+//! [form=records|short|tiles]`
 //!
 //! For each type, several matrices `[4096, k]` of random weights, together far larger than the caches, are multiplied
-//! one after another with the given numbers of rows of activations. Printed are the weights' bytes per second (and
+//! one after another with the given numbers of rows of activations, in the form that `auto` mode takes for so many rows
+//! unless another is named. Printed are the weights' bytes per second (and
 //! their share of a streaming read by as many threads) and multiply-adds per second.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -13,9 +15,7 @@ use std::time::Instant;
 
 use dynacore::WeightBytes;
 use dynacore::cpu::isa::Isa;
-use dynacore::cpu::ops::linear::{
-    Prepared, TILE_ROWS, prepare, prepare_tiles, run, scratch_bytes, tile_bytes, tiles,
-};
+use dynacore::cpu::ops::linear::{Form, Prepared, Types, form, form_bytes, prepare_all, run};
 use dynacore::cpu::pack::{PackedLinear, pack};
 use dynacore::cpu::table::KernelTable;
 use dynair::{DType, QuantType, WeightDecl};
@@ -32,6 +32,7 @@ fn main() {
     let mut types: Vec<DType> = DType::WEIGHTS.to_vec();
     let mut rows = vec![1, 2, 4, 8, 16, 512];
     let mut cols = 2048;
+    let mut fixed = None;
     let mut isa = Isa::from_env().expect("the cap names an instruction set this CPU has");
     for arg in std::env::args().skip(1) {
         let (name, value) = arg.split_once('=').unwrap_or((&arg, ""));
@@ -46,13 +47,21 @@ fn main() {
             "rows" => rows = numbers(),
             "k" => cols = numbers()[0],
             "isa" => isa = Isa::detect(Some(value)).expect("an instruction set this CPU has"),
+            "form" => {
+                fixed = Some(match value {
+                    "records" => Form::Records,
+                    "short" => Form::Short,
+                    "tiles" => Form::Tiles,
+                    _ => panic!("{arg}: expected form=records, form=short or form=tiles"),
+                });
+            }
             "types" => {
                 types = value
                     .split(',')
                     .map(|t| DType::from_name(t).expect("a weight type"))
                     .collect();
             }
-            _ => panic!("{arg}: expected threads=, types=, rows=, k= or isa="),
+            _ => panic!("{arg}: expected threads=, types=, rows=, k=, isa= or form="),
         }
     }
     let table = KernelTable::of(isa).expect("it was detected");
@@ -60,16 +69,18 @@ fn main() {
     let x: Vec<f32> = (0..cols)
         .map(|i| ((i * 37 % 1000) as f32 - 500.0) * 0.002)
         .collect();
-    let mut scratch = vec![0; scratch_bytes(table, cols)];
-    let seconds = best(2000, |_| {
-        let start = Instant::now();
-        prepare(table, std::hint::black_box(&x), cols, &mut scratch);
-        start.elapsed().as_secs_f64()
-    });
-    println!(
-        "a row of {cols} activations is prepared in {:.2} us",
-        seconds * 1e6
-    );
+    for form in [Form::Records, Form::Short] {
+        let mut scratch = vec![0; form_bytes(table, form, 1, cols)];
+        let seconds = best(2000, |_| {
+            let start = Instant::now();
+            prepare_all(table, form, std::hint::black_box(&x), cols, &mut scratch);
+            start.elapsed().as_secs_f64()
+        });
+        println!(
+            "a row of {cols} activations is prepared ({form:?}) in {:.2} us",
+            seconds * 1e6
+        );
+    }
     let stream: Vec<u64> = (0..PASS_BYTES as u64 / 8).collect();
     for dtype in types {
         let weights = matrices(table, dtype, cols);
@@ -77,7 +88,8 @@ fn main() {
             print!("{dtype:>5} {threads}t");
             for &n in &rows {
                 let read = streaming(&stream, threads);
-                let (bytes, macs) = time(table, &weights, n, threads);
+                let form = fixed.unwrap_or_else(|| form(table, n, cols, Types::of([dtype])));
+                let (bytes, macs) = time(table, &weights, (n, form), threads);
                 print!(
                     "  {n:>3}: {bytes:5.2} ({:3.0} %) {macs:5.1}",
                     100.0 * bytes / read
@@ -180,32 +192,27 @@ fn streaming(data: &[u64], threads: usize) -> f64 {
     (SAMPLE_BYTES / threads * threads) as f64 / seconds / 1e9
 }
 
-/// GB/s of weights and GMAC/s with `n` rows.
-fn time(table: &KernelTable, weights: &[PackedLinear], n: usize, threads: usize) -> (f64, f64) {
+/// GB/s of weights and GMAC/s with `n` rows in a form.
+fn time(
+    table: &KernelTable,
+    weights: &[PackedLinear],
+    (n, form): (usize, Form),
+    threads: usize,
+) -> (f64, f64) {
     let cols = weights[0].cols();
     let row_bytes = weights[0].dtype().row_bytes(cols).expect("whole blocks");
     let x: Vec<f32> = (0..n * cols)
         .map(|i| ((i * 37 % 1000) as f32 - 500.0) * 0.002)
         .collect();
-    let mut scratch = vec![0; n * scratch_bytes(table, cols) + n.next_multiple_of(TILE_ROWS) * 2 * cols + 64];
+    let bytes = form_bytes(table, form, n, cols);
+    let mut scratch = vec![0; bytes + 64];
     let at = scratch.as_ptr().align_offset(64);
-    let scratch = &mut scratch[at..];
-    let from_tiles = tiles(table, n, cols);
-    let prepared = if from_tiles {
-        let out = &mut scratch[..n.div_ceil(TILE_ROWS) * tile_bytes(cols)];
-        let blocks = x
-            .chunks(TILE_ROWS * cols)
-            .zip(out.chunks_exact_mut(tile_bytes(cols)));
-        blocks.for_each(|(x, out)| prepare_tiles(table, x, cols, out));
-        Prepared::Tiles(out)
-    } else {
-        let out = &mut scratch[..n * scratch_bytes(table, cols)];
-        prepare(table, &x, cols, out);
-        Prepared::Records(out)
-    };
+    let scratch = &mut scratch[at..at + bytes];
+    prepare_all(table, form, &x, cols, scratch);
+    let prepared = Prepared::of(form, scratch);
     // A sample takes about a millisecond, so that some of them are not interrupted.
     let each = if n >= 64 {
-        if from_tiles { 512 } else { 64 }
+        if form == Form::Tiles { 512 } else { 64 }
     } else {
         (SAMPLE_BYTES / row_bytes).min(ROWS) / threads / n.div_ceil(8) / 16 * 16
     };

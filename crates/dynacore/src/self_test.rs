@@ -17,6 +17,7 @@ use dynair::{
 };
 
 use crate::buffer::WeightBytes;
+use crate::cpu::ops::linear::Form;
 use crate::device::{Device, Executor, Logits, weight_usage};
 use crate::error::Result;
 use crate::kv::{KvGeometry, KvType};
@@ -275,14 +276,17 @@ pub fn geometry(graph: &Graph, kind: KvType, block_tokens: usize, blocks: usize)
     }
 }
 
-/// What `doctor` runs on devices that make products of many rows from tiles.
-pub fn short_tiles() -> Vec<Case> {
-    let types = DType::WEIGHTS.into_iter();
-    let linear =
-        types.map(|dtype| cases::from_tiles(cases::linear(dtype, 20, 256, 48, cases::Values::Normal)));
-    linear
-        .chain([cases::wide_attention(&cases::Attention::default())])
-        .collect()
+/// What `doctor` runs on devices in `auto` mode that make products of several rows from this form.
+pub fn short_from(form: Form) -> Vec<Case> {
+    let rows = if form == Form::Tiles { 20 } else { 5 };
+    let mut all: Vec<Case> = DType::WEIGHTS
+        .into_iter()
+        .map(|dtype| cases::from(form, cases::linear(dtype, rows, 256, 48, cases::Values::Normal)))
+        .collect();
+    if form == Form::Tiles {
+        all.push(cases::wide_attention(&cases::Attention::default()));
+    }
+    all
 }
 
 /// What `doctor` runs: one case of every op, in well under a second.

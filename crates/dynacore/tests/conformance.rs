@@ -3,7 +3,7 @@
 //! Tolerances and their reasons stand with the cases. A case that fails is named with its error; all of them are run
 //! before the test ends.
 
-use dynacore::cpu::ops::linear::tiles;
+use dynacore::cpu::ops::linear::{Form, has_form};
 use dynacore::cpu::table::{KernelTable, tables};
 use dynacore::cpu::{CpuDevice, CpuOptions, Mode};
 use dynacore::self_test::{Case, fuses, run};
@@ -76,19 +76,33 @@ fn linear() {
     check(&op_cases::linear_cases());
 }
 
-#[test]
-fn from_tiles() {
+/// Devices in `auto` mode whose tables have a form.
+fn in_auto(has: impl Fn(&KernelTable) -> bool) -> Vec<CpuDevice> {
     let auto = |t: &KernelTable| CpuOptions {
         threads: Some(2),
         isa: Some(t.isa.name().into()),
         mode: Mode::Auto,
     };
-    let devices: Vec<_> = tables()
+    tables()
         .into_iter()
-        .filter(|t| tiles(t, 1000, 32))
+        .filter(|t| has(t))
         .map(|t| CpuDevice::new(&auto(t)).expect("a device can be made"))
-        .collect();
+        .collect()
+}
+
+#[test]
+fn from_tiles() {
+    let devices = in_auto(|t| has_form(t, Form::Tiles));
     check_on(&devices, &op_cases::tile_cases());
+}
+
+#[test]
+fn from_short_records() {
+    let devices = in_auto(|t| has_form(t, Form::Short) && !has_form(t, Form::Tiles));
+    check_on(&devices, &op_cases::short_cases(usize::MAX));
+    // Where many rows are made from tiles, few are not.
+    let devices = in_auto(|t| has_form(t, Form::Short) && has_form(t, Form::Tiles));
+    check_on(&devices, &op_cases::short_cases(6));
 }
 
 #[test]

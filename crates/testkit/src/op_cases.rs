@@ -2,9 +2,10 @@
 //! sizes and large, values tiny, huge and mixed.
 
 use dynacore::KvType;
+use dynacore::cpu::ops::linear::Form;
 use dynacore::self_test::Case;
 use dynacore::self_test::cases::{
-    Attention, Experts, Values, attention, elementwise, experts, from_tiles, linear, norm, rope, rope_scaled,
+    Attention, Experts, Values, attention, elementwise, experts, from, linear, norm, rope, rope_scaled,
     wide_attention,
 };
 use dynair::{DType, ExpertWeights, QuantType, RopeScaling, RopeStyle};
@@ -71,28 +72,14 @@ pub fn tile_cases() -> Vec<Case> {
     for dtype in DType::WEIGHTS {
         let k = dtype.block().0.max(32);
         for (n, k, m) in [(16, k, 17), (33, 3 * k, 48), (70, 2048, 33)] {
-            all.push(from_tiles(linear(dtype, n, k, m, Values::Normal)));
+            all.push(from(Form::Tiles, linear(dtype, n, k, m, Values::Normal)));
         }
     }
     // Experts of 40 rows, of 16 or so, and of fewer, which have no tiles.
-    for dtype in [
-        DType::F32,
-        DType::F16,
-        DType::Quant(QuantType::Q4K),
-        DType::Quant(QuantType::Q8_0),
-    ] {
-        for (n, count, used) in [(40, 2, 2), (32, 4, 2), (64, 16, 2)] {
-            all.push(from_tiles(experts(&Experts {
-                dtype,
-                n,
-                hidden: 256,
-                inner: 256,
-                experts: count,
-                experts_used: used,
-                weights: ExpertWeights::SoftmaxUsed,
-            })));
-        }
+    for (n, count, used) in [(40, 2, 2), (32, 4, 2)] {
+        all.extend(experts_from(Form::Tiles, n, count, used));
     }
+    all.extend(experts_from(Form::Short, 64, 16, 2));
     all.extend(attention_shapes().iter().map(wide_attention));
     // Scores of about 80: with keys of 8 bits they would be off by so much that other tokens win.
     all.push(wide_attention(&Attention {
@@ -100,6 +87,55 @@ pub fn tile_cases() -> Vec<Case> {
         ..Attention::default()
     }));
     all
+}
+
+/// Products of several rows, for short records: fewer than one tile of rows, one, parts of one, several blocks of rows,
+/// odd numbers of row groups and of blocks of K. `most` is the largest number of rows.
+pub fn short_cases(most: usize) -> Vec<Case> {
+    let mut all = Vec::new();
+    for dtype in DType::WEIGHTS {
+        let k = dtype.block().0.max(32);
+        for (n, k, m) in [
+            (3, k, 17),
+            (4, 3 * k, 48),
+            (6, 2048, 33),
+            (9, 5 * k, 20),
+            (19, 2 * k, 16),
+            (130, 2048, 33),
+        ] {
+            if n <= most {
+                all.push(from(Form::Short, linear(dtype, n, k, m, Values::Normal)));
+            }
+        }
+    }
+    // Experts of 3 rows or so, some of them fewer, which have whole records.
+    all.extend(experts_from(Form::Short, 12, 8, 2));
+    if most >= 40 {
+        all.extend(experts_from(Form::Short, 40, 2, 2));
+    }
+    all
+}
+
+/// Mixtures of `count` experts for `n` rows, from a form.
+fn experts_from(form: Form, n: usize, count: usize, used: usize) -> impl Iterator<Item = Case> {
+    let types = [
+        DType::F32,
+        DType::F16,
+        DType::Quant(QuantType::Q4K),
+        DType::Quant(QuantType::Q8_0),
+    ];
+    types.into_iter().map(move |dtype| {
+        let shape = Experts {
+            dtype,
+            n,
+            hidden: 256,
+            inner: 256,
+            experts: count,
+            experts_used: used,
+            weights: ExpertWeights::SoftmaxUsed,
+        };
+        from(form, experts(&shape))
+    })
 }
 
 /// Mixtures of experts of every weight type: few rows and many, all experts used and one, sizes that share groups of

@@ -21,7 +21,7 @@ use super::cut::Cut;
 use super::kernels::ops::OpTable;
 use super::ops::attention::{Items, Layer, Scratch};
 use super::ops::experts::{self, ExpertPhase};
-use super::ops::linear::{self, Prepared};
+use super::ops::linear::{self, Form, Prepared, Types};
 use super::ops::rows::Rows;
 use super::pool::shared::SharedMem;
 use super::pool::{Job, Pool};
@@ -57,8 +57,8 @@ pub struct CpuExecutor {
 /// What workers see of the executor.
 struct Inner {
     table: &'static KernelTable,
-    /// Whether products may be made from tiles, which few rows are not.
-    tiles: bool,
+    /// Whether the number of rows may choose the arithmetic of products and of attention.
+    auto: bool,
     ops: &'static OpTable,
     program: Program,
     limits: Limits,
@@ -142,9 +142,9 @@ impl CpuExecutor {
         let mut prepared = 0usize;
         for (phase, _) in &program.phases {
             let bytes = match phase {
-                Phase::Prepare { x } => prepared_bytes(table, x.bind(most), x.width),
+                Phase::Prepare { x, types } => prepared_bytes(table, x.bind(most), x.width, *types),
                 Phase::Experts(ExpertPhase::Gather { x, uses, .. }) => {
-                    linear::scratch_bytes(table, x.cols).checked_mul(uses.slots(most))
+                    linear::scratch_bytes(table, Form::Records, x.cols).checked_mul(uses.slots(most))
                 }
                 _ => continue,
             };
@@ -176,7 +176,7 @@ impl CpuExecutor {
         });
         let inner = Arc::new(Inner {
             table,
-            tiles: mode == Mode::Auto,
+            auto: mode == Mode::Auto,
             ops,
             limits: plan.limits,
             arena: zeroed(program.arena, "intermediate values")?,
@@ -279,7 +279,7 @@ impl CpuExecutor {
     fn begin(&mut self, batch: &BatchMeta, timed: bool) -> Result<Step> {
         let inner = &self.inner;
         let workers = inner.scratch.len();
-        let wide = inner.tiles && linear::has_tiles(inner.table);
+        let wide = inner.auto && linear::has_tiles(inner.table);
         let items: Vec<Items> = inner
             .program
             .classes
@@ -431,7 +431,9 @@ impl Job for Step {
             }
             let started = self.times.as_ref().map(|_| Instant::now());
             match self.joined(i) {
-                Some(x) if stage.items > 1 => self.norm(phase, self.prepared_rows(x, items.clone())),
+                Some((x, types)) if stage.items > 1 => {
+                    self.norm(phase, self.prepared_rows(x, types, items.clone()));
+                }
                 _ => self.phase(phase, items.clone(), &mut scratch),
             }
             if let (Some(times), Some(started)) = (&self.times, started) {
@@ -492,7 +494,7 @@ impl Step {
             memory: &inner.experts,
             size: self.size,
             pieces: PIECES_PER_WORKER * inner.scratch.len(),
-            tiles: inner.tiles,
+            auto: inner.auto,
         }
     }
 
@@ -516,7 +518,7 @@ impl Step {
             }
             let items = self.load(phase);
             let joined = self.joined(i);
-            let items = joined.map_or(items, |x| self.prepare_items(x));
+            let items = joined.map_or(items, |(x, types)| self.prepare_items(x, types));
             let end = if joined.is_some() { i + 2 } else { i + 1 };
             let uneven = match phase {
                 Phase::Attention { .. } | Phase::Product { .. } => true,
@@ -555,9 +557,9 @@ impl Step {
             Phase::KvWrite { k, .. } => rows.row_items(k),
             Phase::Attention { class, .. } => self.items[*class].count(),
             Phase::AttentionMerge { class, .. } => self.items[*class].merge_count(),
-            Phase::Prepare { x } => self.prepare_items(x),
+            Phase::Prepare { x, types } => self.prepare_items(x, *types),
             Phase::Product { x, .. } if x.bind(self.size) == 0 => 0,
-            Phase::Product { x, linear } => self.pieces(x, linear).count(),
+            Phase::Product { x, types, linear } => self.pieces(x, *types, linear).count(),
             Phase::Experts(phase) => self.experts().items(phase),
         }
     }
@@ -604,8 +606,8 @@ impl Step {
                 let layer = self.layer(*class, spec, out);
                 items.for_each(|i| layer.merge_item(i, &mut own.attention));
             }
-            Phase::Prepare { x } => self.prepare(x, items),
-            Phase::Product { x, linear } => items.for_each(|i| self.product(x, linear, i)),
+            Phase::Prepare { x, types } => self.prepare(x, *types, items),
+            Phase::Product { x, types, linear } => items.for_each(|i| self.product(x, *types, linear, i)),
             Phase::Experts(phase) => self.experts().run(phase, items),
         }
     }
@@ -623,13 +625,13 @@ impl Step {
     }
 
     /// What the next phase prepares, if that is what norm `phase` gives by whole rows, and more than one item.
-    fn joined(&self, phase: usize) -> Option<&Val> {
+    fn joined(&self, phase: usize) -> Option<(&Val, Types)> {
         let phases = &self.inner.program.phases;
         match (&phases[phase].0, phases.get(phase + 1).map(|p| &p.0)) {
-            (Phase::Norm { out, .. } | Phase::AddNorm { out, .. }, Some(Phase::Prepare { x }))
-                if out == x && x.cols == x.width && self.prepare_items(x) > 1 =>
+            (Phase::Norm { out, .. } | Phase::AddNorm { out, .. }, Some(Phase::Prepare { x, types }))
+                if out == x && x.cols == x.width && self.prepare_items(x, *types) > 1 =>
             {
-                Some(x)
+                Some((x, *types))
             }
             _ => None,
         }
@@ -653,10 +655,10 @@ impl Step {
     }
 
     /// Items of a preparation.
-    fn prepare_items(&self, x: &Val) -> usize {
-        if linear::scratch_bytes(self.inner.table, x.width) == 0 {
+    fn prepare_items(&self, x: &Val, types: Types) -> usize {
+        if linear::scratch_bytes(self.inner.table, Form::Records, x.width) == 0 {
             0
-        } else if self.tiles(x) {
+        } else if self.form(x, types) == Form::Tiles {
             x.bind(self.size).div_ceil(linear::TILE_ROWS)
         } else {
             self.rows().row_items(x)
@@ -664,18 +666,19 @@ impl Step {
     }
 
     /// The rows some items of a preparation hold.
-    fn prepared_rows(&self, x: &Val, items: Range<usize>) -> Range<usize> {
+    fn prepared_rows(&self, x: &Val, types: Types, items: Range<usize>) -> Range<usize> {
         let rows = x.bind(self.size);
-        if self.tiles(x) {
+        if self.form(x, types) == Form::Tiles {
             (items.start * linear::TILE_ROWS).min(rows)..(items.end * linear::TILE_ROWS).min(rows)
         } else {
             super::ops::rows::rows_of(items, rows, x.width)
         }
     }
 
-    fn prepare(&self, x: &Val, items: Range<usize>) {
+    fn prepare(&self, x: &Val, types: Types, items: Range<usize>) {
         let inner = &*self.inner;
-        if self.tiles(x) {
+        let form = self.form(x, types);
+        if form == Form::Tiles {
             let bytes = linear::tile_bytes(x.width);
             for tile in items {
                 let first = tile * linear::TILE_ROWS;
@@ -685,39 +688,39 @@ impl Step {
             }
             return;
         }
-        let rows = self.prepared_rows(x, items);
-        let bytes = linear::scratch_bytes(inner.table, x.width);
+        let rows = self.prepared_rows(x, types, items);
+        let bytes = linear::scratch_bytes(inner.table, form, x.width);
         let out = inner.prepared.write(rows.start * bytes..rows.end * bytes);
-        linear::prepare(inner.table, inner.arena.read(x.row_range(rows)), x.width, out);
+        let values = inner.arena.read(x.row_range(rows));
+        linear::prepare(inner.table, form, values, x.width, out);
     }
 
-    /// Whether the products of x are made from tiles.
-    fn tiles(&self, x: &Val) -> bool {
-        self.inner.tiles && linear::tiles(self.inner.table, x.bind(self.size), x.width)
+    /// What the products of x are made from.
+    fn form(&self, x: &Val, types: Types) -> Form {
+        if self.inner.auto {
+            linear::form(self.inner.table, x.bind(self.size), x.width, types)
+        } else {
+            Form::Records
+        }
     }
 
     /// How the column groups of a linear op are cut. Tiles take them in pairs.
-    fn pieces(&self, x: &Val, linear: &Linear) -> Cut {
+    fn pieces(&self, x: &Val, types: Types, linear: &Linear) -> Cut {
         let groups = widths(linear).map(|w| w.div_ceil(linear::COLUMN_ALIGN)).sum();
         Cut::new(
             groups,
-            if self.tiles(x) { 2 } else { 1 },
+            if self.form(x, types) == Form::Tiles { 2 } else { 1 },
             self.inner.scratch.len(),
         )
     }
 
     /// Piece `piece` of the columns of a linear op.
-    fn product(&self, x: &Val, linear: &Linear, piece: usize) {
+    fn product(&self, x: &Val, types: Types, linear: &Linear, piece: usize) {
         let inner = &*self.inner;
-        let n = x.bind(self.size);
         let values = inner.arena.read(x.range(self.size));
-        let prepared = if self.tiles(x) {
-            let bytes = n.div_ceil(linear::TILE_ROWS) * linear::tile_bytes(x.width);
-            Prepared::Tiles(inner.prepared.read(0..bytes))
-        } else {
-            let bytes = n * linear::scratch_bytes(inner.table, x.width);
-            Prepared::Records(inner.prepared.read(0..bytes))
-        };
+        let form = self.form(x, types);
+        let bytes = linear::form_bytes(inner.table, form, x.bind(self.size), x.width);
+        let prepared = Prepared::of(form, inner.prepared.read(0..bytes));
         let put = |out: &Val| {
             let out = *out;
             move |row: usize, column: usize, values: &[f32]| {
@@ -733,18 +736,18 @@ impl Step {
                 }
             }
         };
-        let form = "lowering checked the weight's form";
-        let groups = self.pieces(x, linear).piece(piece);
+        let matrix = "lowering checked the weight's form";
+        let groups = self.pieces(x, types, linear).piece(piece);
         for (member, columns) in columns_of(linear, groups) {
             match linear {
                 Linear::Group(members) => {
                     let m = &members[member];
-                    let weight = m.weight.matrix.as_ref().expect(form);
+                    let weight = m.weight.matrix.as_ref().expect(matrix);
                     let bias = m.bias.as_deref();
                     linear::run(inner.table, weight, bias, values, prepared, columns, put(&m.out));
                 }
                 Linear::Glu { gate, up, act, out } => {
-                    let pair = [gate, up].map(|w| w.matrix.as_ref().expect(form));
+                    let pair = [gate, up].map(|w| w.matrix.as_ref().expect(matrix));
                     linear::run_glu(inner.table, pair, *act, values, prepared, columns, put(out));
                 }
             }
@@ -753,9 +756,10 @@ impl Step {
 }
 
 /// Bytes of `rows` prepared rows, whichever form they take.
-fn prepared_bytes(table: &KernelTable, rows: usize, width: usize) -> Option<usize> {
-    let records = linear::scratch_bytes(table, width).checked_mul(rows)?;
-    if !linear::tiles(table, rows, width) {
+fn prepared_bytes(table: &KernelTable, rows: usize, width: usize, types: Types) -> Option<usize> {
+    // Short records are shorter.
+    let records = linear::scratch_bytes(table, Form::Records, width).checked_mul(rows)?;
+    if linear::form(table, rows, width, types) != Form::Tiles {
         return Some(records);
     }
     let tiles = linear::tile_bytes(width).checked_mul(rows.div_ceil(linear::TILE_ROWS))?;

@@ -30,6 +30,7 @@ use crate::error::{Error, Result};
 use crate::kv::{KvGeometry, KvStorage};
 use crate::self_test::SelfTestResult;
 use isa::Isa;
+use ops::linear::Form;
 use pool::Pool;
 use storage::CpuKv;
 use table::KernelTable;
@@ -43,8 +44,8 @@ const ALIGNMENT: usize = 64;
 /// Which kernels a device may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
-    /// The fastest for the step at hand, within the precision the project promises: where the table has tiles, products
-    /// of many rows are made from them.
+    /// The fastest for the step at hand, within the precision the project promises: products of several rows are made
+    /// from activations of 8 bits, or of many rows from tiles, where the table has kernels for them.
     #[default]
     Auto,
     /// Results independent of batch, chunking and threads, bit for bit, and the same under every SIMD table.
@@ -263,12 +264,16 @@ impl Device for CpuDevice {
 /// Holds every kernel table this CPU has against [`dynair::eval`], with the short list of cases; for `doctor`.
 pub fn self_test() -> Vec<SelfTestResult> {
     let short = crate::self_test::short();
-    let tiles = crate::self_test::short_tiles();
+    let forms = [Form::Short, Form::Tiles].map(|form| (form, crate::self_test::short_from(form)));
     let exact = table::tables().into_iter().map(|t| (t, Mode::Exact, &short));
-    let with_tiles = |t: &&KernelTable| ops::linear::tiles(t, usize::MAX, kernels::GROUP);
-    let auto = table::tables().into_iter().filter(with_tiles);
+    let auto = forms.iter().flat_map(|(form, cases)| {
+        let tables = table::tables()
+            .into_iter()
+            .filter(|t| ops::linear::has_form(t, *form));
+        tables.map(move |t| (t, Mode::Auto, cases))
+    });
     let mut results = Vec::new();
-    for (table, mode, cases) in exact.chain(auto.map(|t| (t, Mode::Auto, &tiles))) {
+    for (table, mode, cases) in exact.chain(auto) {
         let isa = table.isa.name();
         match CpuDevice::new(&CpuOptions {
             threads: Some(2),

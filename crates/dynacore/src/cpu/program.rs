@@ -15,6 +15,7 @@ use dynair::{
 };
 
 use super::ops::experts::ExpertPhase;
+use super::ops::linear::Types;
 use super::ops::rope::Frequencies;
 use super::storage::{CpuKv, CpuWeight};
 use crate::buffer::Tensor;
@@ -165,11 +166,14 @@ pub(crate) enum Phase {
         spec: AttnSpec,
         out: Val,
     },
+    /// Of the rows that the next phase's products are made from.
     Prepare {
         x: Val,
+        types: Types,
     },
     Product {
         x: Val,
+        types: Types,
         linear: Linear,
     },
     /// A part of a mixture of experts.
@@ -191,6 +195,15 @@ pub(crate) struct Program {
     pub(crate) logits: Val,
     /// Arena size in elements.
     pub(crate) arena: usize,
+}
+
+/// The types of matrices.
+fn types<'a>(weights: impl IntoIterator<Item = &'a Arc<CpuWeight>>) -> Types {
+    Types::of(
+        weights
+            .into_iter()
+            .filter_map(|w| Some(w.matrix.as_ref()?.dtype())),
+    )
 }
 
 fn invalid(label: &str, detail: impl Into<String>) -> Error {
@@ -530,19 +543,13 @@ impl Lowering<'_> {
                         format!("gate {rows}, up {up_rows}, out {}", out.width),
                     ));
                 }
-                self.push(step, Phase::Prepare { x });
-                self.push(
-                    step,
-                    Phase::Product {
-                        x,
-                        linear: Linear::Glu {
-                            gate,
-                            up,
-                            act: *act,
-                            out,
-                        },
-                    },
-                );
+                let linear = Linear::Glu {
+                    gate,
+                    up,
+                    act: *act,
+                    out,
+                };
+                self.product(step, x, linear);
                 Ok(())
             }
             FusedOp::AddRmsNorm { eps } => {
@@ -616,15 +623,18 @@ impl Lowering<'_> {
             }
             members.push(Member { weight, bias, out });
         }
-        self.push(step, Phase::Prepare { x });
-        self.push(
-            step,
-            Phase::Product {
-                x,
-                linear: Linear::Group(members),
-            },
-        );
+        self.product(step, x, Linear::Group(members));
         Ok(())
+    }
+
+    /// Products with prepared rows.
+    fn product(&mut self, step: &Step, x: Val, linear: Linear) {
+        let types = match &linear {
+            Linear::Group(members) => types(members.iter().map(|m| &m.weight)),
+            Linear::Glu { gate, up, .. } => types([gate, up]),
+        };
+        self.push(step, Phase::Prepare { x, types });
+        self.push(step, Phase::Product { x, types, linear });
     }
 
     fn map(&mut self, step: &Step, op: MapOp) -> Result<()> {

@@ -27,12 +27,21 @@ pub(crate) struct LaneKernels {
     pub(crate) groups: [GroupFn; DType::WEIGHTS.len()],
 }
 
+/// Kernels of packed weights for short records.
+pub(crate) struct ShortKernels {
+    pub(crate) lanes: LaneKernels,
+    /// By [`slot`]: from how many rows on they are faster than [`KernelTable::lanes`]. 0 for floats, which read x itself.
+    pub(crate) from: [usize; DType::WEIGHTS.len()],
+}
+
 /// All kernels of one instruction set.
 pub struct KernelTable {
     /// The instruction set.
     pub isa: Isa,
     /// Kernels of packed weights; without them weights stay row-major.
     pub(crate) lanes: Option<LaneKernels>,
+    /// The same from short records (see [`super::kernels`]), for `auto` mode.
+    pub(crate) short: Option<ShortKernels>,
     /// Products of many rows, for `auto` mode.
     #[cfg(target_arch = "x86_64")]
     pub(crate) tiles: Option<TileKernels>,
@@ -50,6 +59,7 @@ impl std::fmt::Debug for KernelTable {
 static PORTABLE: KernelTable = KernelTable {
     isa: Isa::Portable,
     lanes: None,
+    short: None,
     #[cfg(target_arch = "x86_64")]
     tiles: None,
     glu: portable::glu,

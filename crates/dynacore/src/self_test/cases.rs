@@ -6,6 +6,7 @@ use dynair::{
 };
 
 use super::{Case, Tensors, geometry};
+use crate::cpu::ops::linear::Form;
 use crate::kv::KvType;
 
 /// Kinds of values, for what goes wrong at the ends of the range.
@@ -303,12 +304,25 @@ pub fn linear(dtype: DType, n: usize, k: usize, m: usize, values: Values) -> Cas
     )
 }
 
-/// The case under a device that makes products of many rows from tiles.
-pub fn from_tiles(case: Case) -> Case {
+/// The case under a device that makes its products from this form.
+pub fn from(form: Form, case: Case) -> Case {
+    let (what, tolerance, reason) = match form {
+        Form::Records => return case,
+        Form::Short => (
+            "short records",
+            2e-2,
+            "activations rounded to 8 bits per group of 32: 5e-3 of a product's rms",
+        ),
+        Form::Tiles => (
+            "tiles",
+            8e-3,
+            "weights and activations of 8 significant bits: 3e-3 a product, two of which are multiplied",
+        ),
+    };
     Case {
-        name: format!("{} from tiles", case.name),
-        tolerance: 8e-3,
-        reason: "weights and activations of 8 significant bits: 3e-3 a product, two of which are multiplied",
+        name: format!("{} from {what}", case.name),
+        tolerance,
+        reason,
         ..case
     }
 }

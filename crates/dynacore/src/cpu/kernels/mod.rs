@@ -25,6 +25,9 @@
 //! `00ff00ff` gives the first pair, shifting by 8 before gives the second. Sets that multiply bytes have each code as two
 //! of them in the same place (`lanes::prepare`).
 //!
+//! *Short records* have codes of 8 bits, `a = amax / 127`, for kernels that multiply bytes (`lanes::short`); the error is
+//! about 5e-3 of a group's rms, so they are for `auto` mode alone, where several rows share a weight.
+//!
 //! # The arithmetic, the same for every number of rows and every instruction set
 //!
 //! ```text
@@ -82,6 +85,26 @@ pub(crate) const AT_CODE_SUM: usize = 80;
 /// Two i32: the sums of the first and of the second 16 codes.
 pub(crate) const AT_HALF_CODE_SUMS: usize = 84;
 
+/// The largest code of an activation in a short record.
+pub(crate) const SHORT_CODE_MAX: f32 = 127.0;
+
+/// Bytes of a short record: 32 i8 codes in order, then the fields of [`short`]. A line, so that none crosses two.
+pub(crate) const SHORT_RECORD: usize = 64;
+
+/// Where the fields of a short record stand.
+pub(crate) mod short {
+    /// f32: the scale a.
+    pub(crate) const AT_SCALE: usize = 32;
+    /// f32: a times the sum of all codes.
+    pub(crate) const AT_SUM: usize = 36;
+    /// Two f32: a times the sum of the first and of the second 16 codes.
+    pub(crate) const AT_HALF_SUMS: usize = 40;
+    /// i32: the sum of all codes, negated.
+    pub(crate) const AT_LESS_SUM: usize = 48;
+    /// Two i32: the sums of the first and of the second 16 codes, negated.
+    pub(crate) const AT_LESS_HALF_SUMS: usize = 52;
+}
+
 /// One row group of a packed weight, and the activations it meets.
 pub(crate) struct GroupArgs<'a> {
     /// The group's packed bytes: [`Geometry::group_bytes`].
@@ -90,7 +113,7 @@ pub(crate) struct GroupArgs<'a> {
     pub(crate) cols: usize,
     /// `[n, K]` activations; read by float weights.
     pub(crate) x: &'a [f32],
-    /// `[n, K / 32]` records; read by quantised weights.
+    /// `[n, K / 32]` records of the kernel's kind; read by quantised weights.
     pub(crate) records: &'a [u8],
 }
 

@@ -12,8 +12,8 @@
 //! 5. *combine* (after the down projection): a row's products, weighted and added by rank.
 //!
 //! A row's result depends on its own slots alone: products do (see [`super::linear`]), and their sum runs by rank,
-//! whichever other rows an expert had in the step. But where the mode allows tiles, an expert with [`TILES_FROM`] rows or
-//! more has its products from them.
+//! whichever other rows an expert had in the step. But in `auto` mode the number of an expert's rows chooses the form of
+//! its products.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use dynair::{Activation, Dim, ExpertWeights, RouterSpec};
 
-use super::linear::{self, Prepared};
+use super::linear::{self, Form, Prepared, Types};
 use super::rows::{items, rows_of};
 use crate::cpu::exec::out_of_memory;
 use crate::cpu::kernels::ops::OpTable;
@@ -75,11 +75,12 @@ pub(crate) enum ExpertPhase {
         ids: Val,
         experts: usize,
     },
-    /// Rows of `x.cols` elements, of which `each` neighbouring slots share one.
+    /// Rows of `x.cols` elements, of which `each` neighbouring slots share one, for products with these types.
     Gather {
         x: Val,
         uses: Uses,
         each: usize,
+        types: Types,
     },
     Glu {
         weights: [Arc<CpuWeight>; 2],
@@ -179,8 +180,8 @@ pub(crate) struct Driver<'a> {
     pub(crate) size: Size,
     /// Pieces a product is cut into.
     pub(crate) pieces: usize,
-    /// Whether the mode allows tiles.
-    pub(crate) tiles: bool,
+    /// Whether the number of an expert's rows may choose the form of its products.
+    pub(crate) auto: bool,
 }
 
 impl Driver<'_> {
@@ -214,7 +215,7 @@ impl Driver<'_> {
                 weights,
             } => self.route(logits, spec, ids, weights, items),
             ExpertPhase::Group { ids, experts } => self.group(ids, *experts),
-            ExpertPhase::Gather { x, uses, each } => self.gather(x, uses, *each, items),
+            ExpertPhase::Gather { x, uses, each, types } => self.gather(x, uses, (*each, *types), items),
             ExpertPhase::Glu {
                 weights,
                 act,
@@ -271,11 +272,10 @@ impl Driver<'_> {
         starts[0] = 0;
     }
 
-    fn gather(&self, x: &Val, uses: &Uses, each: usize, items: Range<usize>) {
+    fn gather(&self, x: &Val, uses: &Uses, (each, types): (usize, Types), items: Range<usize>) {
         let (slots, width) = (uses.slots(self.size), x.cols);
         let places = rows_of(items, slots, width);
         let order = self.memory.order.read(places.clone());
-        let bytes = linear::scratch_bytes(self.table, width);
         let rows = self
             .memory
             .gathered
@@ -284,21 +284,42 @@ impl Driver<'_> {
             let from = x.at + *slot as usize / each * width;
             row.copy_from_slice(self.arena.read(from..from + width));
         }
-        let prepared = self.prepared.write(places.start * bytes..places.end * bytes);
-        // Those of experts with many rows become tiles in the product.
         for own in self.memory.starts.read(0..uses.experts + 1).windows(2) {
-            let [start, end] = [own[0], own[1]].map(|p| (p as usize).clamp(places.start, places.end));
-            if start < end && !self.tiles((own[1] - own[0]) as usize, width) {
-                let [start, end] = [start, end].map(|p| p - places.start);
-                let prepared = &mut prepared[start * bytes..end * bytes];
-                linear::prepare(self.table, &rows[start * width..end * width], width, prepared);
+            let own = own[0] as usize..own[1] as usize;
+            let [start, end] = [own.start, own.end].map(|p| p.clamp(places.start, places.end));
+            let form = self.form(own.len(), width, types);
+            // Tiles are made in the product.
+            if start < end && form != Form::Tiles {
+                let x = &rows[(start - places.start) * width..(end - places.start) * width];
+                let out = self.prepared_range(&own, form, width, start..end);
+                linear::prepare(self.table, form, x, width, self.prepared.write(out));
             }
         }
     }
 
-    /// Whether an expert with so many rows has its products from tiles.
-    fn tiles(&self, rows: usize, width: usize) -> bool {
-        self.tiles && rows >= TILES_FROM && linear::tiles(self.table, rows, width)
+    /// Where rows `rows` of an expert whose rows are `own` stand prepared, in a form that stands row by row: each expert's
+    /// begin where the longest form would have them.
+    fn prepared_range(
+        &self,
+        own: &Range<usize>,
+        form: Form,
+        width: usize,
+        rows: Range<usize>,
+    ) -> Range<usize> {
+        let first = own.start * linear::scratch_bytes(self.table, Form::Records, width);
+        let bytes = linear::scratch_bytes(self.table, form, width);
+        first + (rows.start - own.start) * bytes..first + (rows.end - own.start) * bytes
+    }
+
+    /// What the products of an expert with so many rows are made from.
+    fn form(&self, rows: usize, width: usize, types: Types) -> Form {
+        if !self.auto {
+            return Form::Records;
+        }
+        match linear::form(self.table, rows, width, types) {
+            Form::Tiles if rows < TILES_FROM => linear::row_form(self.table, rows, width, types),
+            form => form,
+        }
     }
 
     /// Calls `product(expert, its rows, columns of the stacked weight, slots)` for each share of piece `piece` of
@@ -306,23 +327,25 @@ impl Driver<'_> {
     fn shares(
         &self,
         uses: &Uses,
-        rows: usize,
-        width: usize,
+        (rows, width, types): (usize, usize, Types),
         (piece, pieces): (usize, usize),
         mut product: impl FnMut(Share<'_>),
     ) {
         let starts = self.memory.starts.read(0..uses.experts + 1);
         let order = self.memory.order.read(0..uses.slots(self.size));
-        let bytes = linear::scratch_bytes(self.table, width);
         for (expert, columns) in shares(starts, rows, piece, pieces) {
             let own = starts[expert] as usize..starts[expert + 1] as usize;
             let x = self.memory.gathered.read(own.start * width..own.end * width);
             let mut tiles = Vec::new();
-            let prepared = if self.tiles(own.len(), width) {
-                tiles = TILES.take();
-                self.prepare_tiles(x, width, &mut tiles)
-            } else {
-                self.prepared.read(own.start * bytes..own.end * bytes).into()
+            let prepared = match self.form(own.len(), width, types) {
+                Form::Tiles => {
+                    tiles = TILES.take();
+                    self.prepare_tiles(x, width, &mut tiles)
+                }
+                form => {
+                    let range = self.prepared_range(&own, form, width, own.clone());
+                    Prepared::of(form, self.prepared.read(range))
+                }
             };
             product(Share {
                 x,
@@ -339,17 +362,13 @@ impl Driver<'_> {
 
     fn prepare_tiles<'t>(&self, x: &[f32], width: usize, tiles: &'t mut Vec<u8>) -> Prepared<'t> {
         const LINE: usize = 64;
-        let bytes = linear::tile_bytes(width);
-        let needed = (x.len() / width).div_ceil(linear::TILE_ROWS) * bytes;
+        let needed = linear::form_bytes(self.table, Form::Tiles, x.len() / width, width);
         if tiles.len() < needed + LINE {
             tiles.resize(needed + LINE, 0);
         }
         let start = tiles.as_ptr().align_offset(LINE).min(LINE);
         let tiles = &mut tiles[start..start + needed];
-        let rows = x.chunks(linear::TILE_ROWS * width);
-        for (x, tile) in rows.zip(tiles.chunks_exact_mut(bytes)) {
-            linear::prepare_tiles(self.table, x, width, tile);
-        }
+        linear::prepare_all(self.table, Form::Tiles, x, width, tiles);
         Prepared::Tiles(tiles)
     }
 
@@ -363,7 +382,8 @@ impl Driver<'_> {
         n: usize,
     ) {
         let pair = [matrix(&weights[0]), matrix(&weights[1])];
-        self.shares(uses, out.cols, pair[0].cols(), (piece, n), |share| {
+        let shape = (out.cols, pair[0].cols(), Types::of(pair.map(|w| w.dtype())));
+        self.shares(uses, shape, (piece, n), |share| {
             let put = |row: usize, column: usize, values: &[f32]| {
                 let (at, values) = share.clip(row, column, values);
                 let at = out.at + at;
@@ -376,7 +396,8 @@ impl Driver<'_> {
 
     fn down(&self, down: &CpuWeight, uses: &Uses, hidden: usize, piece: usize, n: usize) {
         let down = matrix(down);
-        self.shares(uses, hidden, down.cols(), (piece, n), |share| {
+        let shape = (hidden, down.cols(), Types::of([down.dtype()]));
+        self.shares(uses, shape, (piece, n), |share| {
             let put = |row: usize, column: usize, values: &[f32]| {
                 let (at, values) = share.clip(row, column, values);
                 let out = self.memory.products.write(at..at + values.len());

@@ -5,20 +5,21 @@
 //! computes a range of output columns ([`run`], [`run_glu`]). Results go to a sink, in pieces of up to sixteen
 //! neighbouring columns of one row, so that the caller alone decides where outputs lie.
 //!
-//! Rows are prepared in one of two forms. From *records* an output element depends on its own row of x and its own
+//! Rows are prepared in one of three forms. From *records* an output element depends on its own row of x and its own
 //! row of the weight alone: bit for bit the same whatever `n`, the order of rows, and the split into workers (see
-//! [`crate::cpu::kernels`]). *Tiles*, where the table has them, are faster for many rows and less precise (see
-//! [`crate::cpu::kernels::amx`]); as it is the number of rows that decides, they are for `auto` mode alone.
+//! [`crate::cpu::kernels`]). *Short* records and *tiles*, where the table has them, are faster for several and for many
+//! rows and less precise (see `lanes::short` and [`crate::cpu::kernels::amx`]); as it is the number of rows that decides,
+//! they are for `auto` mode alone.
 
 use std::ops::Range;
 
-use dynair::Activation;
+use dynair::{Activation, DType};
 
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::kernels::amx;
-use crate::cpu::kernels::{GROUP, GroupArgs, RECORD, ROWS, portable};
+use crate::cpu::kernels::{GROUP, GroupArgs, RECORD, ROWS, SHORT_RECORD, portable};
 use crate::cpu::pack::PackedLinear;
-use crate::cpu::table::{KernelTable, slot};
+use crate::cpu::table::{KernelTable, LaneKernels, slot};
 
 /// Splits of output columns start at multiples of this.
 pub const COLUMN_ALIGN: usize = ROWS;
@@ -29,30 +30,108 @@ const BLOCK_BYTES: usize = 320 << 10;
 /// Least number of rows that pass one row group before the next: the cost of expanding the weights is spread over them.
 const LEAST_BLOCK: usize = 48;
 
+/// Up to so many rows, weights that are finished together are read in long runs: [`TOGETHER`] row groups of one, then those
+/// of the other. Turn by turn they come at three quarters of the speed of one (Zen 4, one row of gate and up).
+const STREAMED: usize = 32;
+const TOGETHER: usize = 32;
+
 /// Rows of activations that are prepared together as tiles.
 pub const TILE_ROWS: usize = 16;
 
-/// From this many rows on, tiles are faster than records. Measured with `bench_linear`.
-const TILES_FROM: usize = 7;
+/// From this many rows on, tiles are faster than records of either kind: (f16 and bf16 weights, all others). Measured with
+/// `bench_linear`.
+const TILES_FROM: (usize, usize) = (13, 7);
+
+/// How rows of activations are prepared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// Codes of 15 bits, row by row, by [`prepare`]. Under tables that read x itself there is nothing to prepare.
+    Records,
+    /// Codes of 8 bits, row by row, by [`prepare`].
+    Short,
+    /// bf16, [`TILE_ROWS`] rows together, by [`prepare_tiles`].
+    Tiles,
+}
+
+/// Types of weights that are multiplied with the same prepared rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Types(u16);
+
+impl Types {
+    /// These.
+    pub fn of(types: impl IntoIterator<Item = DType>) -> Types {
+        Types(types.into_iter().fold(0, |set, dtype| set | 1 << slot(dtype)))
+    }
+
+    /// The largest of the types' values.
+    fn most(self, value: impl Fn(DType) -> usize) -> usize {
+        let of = |dtype: &DType| self.0 & 1 << slot(*dtype) != 0;
+        let values = DType::WEIGHTS.into_iter().filter(of).map(value);
+        values.max().unwrap_or(0)
+    }
+}
+
+/// The form that products of `n` rows of `cols` values with weights of these types are fastest from, for `auto` mode.
+pub fn form(table: &KernelTable, n: usize, cols: usize, types: Types) -> Form {
+    let groups = cols > 0 && cols.is_multiple_of(GROUP);
+    let tiles_from = types.most(|dtype| match dtype {
+        // They read x itself.
+        DType::F32 => 0,
+        DType::F16 | DType::Bf16 => TILES_FROM.0,
+        _ => TILES_FROM.1,
+    });
+    if groups && has_tiles(table) && n >= tiles_from {
+        Form::Tiles
+    } else {
+        row_form(table, n, cols, types)
+    }
+}
+
+/// As [`form`], of the forms that stand row by row.
+pub fn row_form(table: &KernelTable, n: usize, cols: usize, types: Types) -> Form {
+    match &table.short {
+        Some(short) if cols.is_multiple_of(GROUP) && n >= types.most(|t| short.from[slot(t)]) => Form::Short,
+        _ => Form::Records,
+    }
+}
+
+/// Whether the table has kernels for a form.
+pub fn has_form(table: &KernelTable, form: Form) -> bool {
+    match form {
+        Form::Records => table.lanes.is_some(),
+        Form::Short => table.short.is_some(),
+        Form::Tiles => has_tiles(table),
+    }
+}
 
 /// Prepared rows of activations.
 #[derive(Debug, Clone, Copy)]
 pub enum Prepared<'a> {
-    /// What [`prepare`] wrote.
+    /// [`Form::Records`].
     Records(&'a [u8]),
-    /// What [`prepare_tiles`] wrote.
+    /// [`Form::Short`].
+    Short(&'a [u8]),
+    /// [`Form::Tiles`].
     Tiles(&'a [u8]),
 }
 
-impl<'a> From<&'a [u8]> for Prepared<'a> {
-    fn from(records: &'a [u8]) -> Prepared<'a> {
-        Prepared::Records(records)
+impl<'a> Prepared<'a> {
+    /// Bytes that hold rows in a form.
+    pub fn of(form: Form, bytes: &'a [u8]) -> Prepared<'a> {
+        match form {
+            Form::Records => Prepared::Records(bytes),
+            Form::Short => Prepared::Short(bytes),
+            Form::Tiles => Prepared::Tiles(bytes),
+        }
     }
 }
 
-/// Whether products of `n` rows of `cols` values are to be made from tiles, where the mode allows it.
-pub fn tiles(table: &KernelTable, n: usize, cols: usize) -> bool {
-    has_tiles(table) && n >= TILES_FROM && cols > 0 && cols.is_multiple_of(GROUP)
+/// Bytes that `n` prepared rows take.
+pub fn form_bytes(table: &KernelTable, form: Form, n: usize, cols: usize) -> usize {
+    match form {
+        Form::Tiles => n.div_ceil(TILE_ROWS) * tile_bytes(cols),
+        _ => n * scratch_bytes(table, form, cols),
+    }
 }
 
 /// Whether the table has tiles.
@@ -76,7 +155,7 @@ pub fn tile_bytes(cols: usize) -> usize {
 /// best.
 ///
 /// # Panics
-/// If the lengths do not agree, K is no multiple of 32, or [`tiles`] is never true of the table.
+/// If the lengths do not agree, K is no multiple of 32, or the table has no tiles.
 pub fn prepare_tiles(table: &KernelTable, x: &[f32], cols: usize, scratch: &mut [u8]) {
     assert!(
         cols > 0
@@ -99,13 +178,25 @@ pub fn prepare_tiles(table: &KernelTable, x: &[f32], cols: usize, scratch: &mut 
     panic!("{table:?} has no tiles");
 }
 
-/// Bytes of scratch that prepared activations take per row of x; 0 under tables that read x itself.
+/// Bytes of scratch that a row of x takes in a form that stands row by row; 0 under tables that read x itself.
 ///
 /// Row `i` of x is prepared into bytes `i * scratch_bytes..(i + 1) * scratch_bytes`; an alignment of 64 is best.
-pub fn scratch_bytes(table: &KernelTable, cols: usize) -> usize {
-    match table.lanes {
-        Some(_) => cols / GROUP * RECORD,
+///
+/// # Panics
+/// If the form is [`Form::Tiles`].
+pub fn scratch_bytes(table: &KernelTable, form: Form, cols: usize) -> usize {
+    match kernels(table, form) {
+        Some((_, record)) => cols / GROUP * record,
         None => 0,
+    }
+}
+
+/// The kernels of packed weights for a form that stands row by row, and the bytes of its records.
+fn kernels(table: &KernelTable, form: Form) -> Option<(&LaneKernels, usize)> {
+    match form {
+        Form::Records => table.lanes.as_ref().map(|k| (k, RECORD)),
+        Form::Short => table.short.as_ref().map(|k| (&k.lanes, SHORT_RECORD)),
+        Form::Tiles => panic!("tiles do not stand row by row"),
     }
 }
 
@@ -114,10 +205,12 @@ pub fn scratch_bytes(table: &KernelTable, cols: usize) -> usize {
 /// Where K is no multiple of 32, only float weights can follow; they read x itself, and the scratch is not used.
 ///
 /// # Panics
-/// If the lengths do not agree.
-pub fn prepare(table: &KernelTable, x: &[f32], cols: usize, scratch: &mut [u8]) {
-    let Some(lanes) = &table.lanes else { return };
-    let bytes = scratch_bytes(table, cols);
+/// If the lengths do not agree, or the form is [`Form::Tiles`].
+pub fn prepare(table: &KernelTable, form: Form, x: &[f32], cols: usize, scratch: &mut [u8]) {
+    let Some((kernels, record)) = kernels(table, form) else {
+        return;
+    };
+    let bytes = cols / GROUP * record;
     if bytes == 0 || !cols.is_multiple_of(GROUP) {
         return;
     }
@@ -129,7 +222,26 @@ pub fn prepare(table: &KernelTable, x: &[f32], cols: usize, scratch: &mut [u8]) 
     for (x, records) in x.chunks_exact(cols).zip(scratch.chunks_exact_mut(bytes)) {
         // SAFETY: a table with these kernels is handed out only if the CPU has its instruction set; there is one
         // record per group of x.
-        unsafe { (lanes.prepare)(x, records) }
+        unsafe { (kernels.prepare)(x, records) }
+    }
+}
+
+/// Prepares all rows of `x [n, K]` in a form, into [`form_bytes`] bytes.
+///
+/// # Panics
+/// As [`prepare`] and [`prepare_tiles`].
+pub fn prepare_all(table: &KernelTable, form: Form, x: &[f32], cols: usize, scratch: &mut [u8]) {
+    if form != Form::Tiles {
+        return prepare(table, form, x, cols, scratch);
+    }
+    let rows = x.chunks(TILE_ROWS * cols);
+    assert_eq!(
+        rows.len() * tile_bytes(cols),
+        scratch.len(),
+        "scratch has as many tiles as the activations"
+    );
+    for (x, out) in rows.zip(scratch.chunks_exact_mut(tile_bytes(cols))) {
+        prepare_tiles(table, x, cols, out);
     }
 }
 
@@ -260,18 +372,36 @@ impl<const W: usize> Product<'_, W> {
             return self.for_tiles(kernels, tiles, n, columns, done);
         }
         // Whole tiles of every table: 24 is a multiple of 6 and 8.
-        let block = (BLOCK_BYTES / scratch_bytes(self.table, cols).max(1) / 24 * 24).max(LEAST_BLOCK);
-        let mut acc: [Vec<[f32; ROWS]>; W] = std::array::from_fn(|_| vec![[0.0; ROWS]; n.min(block)]);
+        let row = scratch_bytes(self.table, self.rows_form(), cols);
+        let block = (BLOCK_BYTES / row.max(1) / 24 * 24).max(LEAST_BLOCK);
+        let together = if W > 1 && n <= STREAMED { TOGETHER } else { 1 };
+        let mut acc: [Vec<[f32; ROWS]>; W] =
+            std::array::from_fn(|_| vec![[0.0; ROWS]; together * n.min(block)]);
         let mut decoded = Vec::new();
+        let groups = columns.start / ROWS..columns.end.div_ceil(ROWS);
         for first in (0..n).step_by(block) {
             let m = block.min(n - first);
-            for column in columns.clone().step_by(ROWS) {
+            for start in groups.clone().step_by(together) {
+                let some = start..groups.end.min(start + together);
                 for (weight, acc) in self.weights.iter().zip(&mut acc) {
-                    acc.truncate(m);
-                    self.group(weight, column / ROWS, first, acc, &mut decoded);
+                    for (group, acc) in some.clone().zip(acc.chunks_exact_mut(m)) {
+                        self.group(weight, group, first, acc, &mut decoded);
+                    }
                 }
-                done(first, column, acc.each_mut().map(Vec::as_mut_slice));
+                let mut accs = acc.each_mut().map(|acc| acc.chunks_exact_mut(m));
+                for group in some {
+                    let parts = accs.each_mut().map(|a| a.next().expect("a part for each group"));
+                    done(first, group * ROWS, parts);
+                }
             }
+        }
+    }
+
+    /// The form of the kernels that take row by row: float weights, which read x itself, are in those of all forms.
+    fn rows_form(&self) -> Form {
+        match self.prepared {
+            Prepared::Short(_) => Form::Short,
+            Prepared::Records(_) | Prepared::Tiles(_) => Form::Records,
         }
     }
 
@@ -285,7 +415,8 @@ impl<const W: usize> Product<'_, W> {
     ) {
         let cols = weight.cols();
         let x = &self.x[first * cols..(first + acc.len()) * cols];
-        let (Some(lanes), Some(packed)) = (&self.table.lanes, weight.group(group)) else {
+        let form = self.rows_form();
+        let (Some((lanes, _)), Some(packed)) = (kernels(self.table, form), weight.group(group)) else {
             decoded.resize(cols, 0.0);
             for r in 0..ROWS.min(weight.rows() - group * ROWS) {
                 weight.decode_row(group * ROWS + r, decoded);
@@ -296,11 +427,11 @@ impl<const W: usize> Product<'_, W> {
             return;
         };
         let records = match (weight.dtype(), self.prepared) {
-            (dynair::DType::Quant(_), Prepared::Records(records)) => {
-                let bytes = scratch_bytes(self.table, cols);
+            (DType::Quant(_), Prepared::Records(records) | Prepared::Short(records)) => {
+                let bytes = scratch_bytes(self.table, form, cols);
                 &records[first * bytes..(first + acc.len()) * bytes]
             }
-            (dynair::DType::Quant(_), Prepared::Tiles(_)) => {
+            (DType::Quant(_), Prepared::Tiles(_)) => {
                 unreachable!("every quantised type has tiles where the table has any")
             }
             _ => &[],

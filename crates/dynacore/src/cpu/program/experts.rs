@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use dynair::{Activation, DType, RouterSpec, Step};
 
-use super::{CpuWeight, ExpertPhase, Lowering, Phase, Val, invalid, typed_value};
+use super::{CpuWeight, ExpertPhase, Lowering, Phase, Val, invalid, typed_value, types};
 use crate::cpu::ops::experts::Uses;
+use crate::cpu::ops::linear::Types;
 use crate::error::Result;
 
 impl Lowering<'_> {
@@ -69,8 +70,9 @@ impl Lowering<'_> {
     }
 
     /// The rows of `x`, by expert.
-    fn gather(&mut self, step: &Step, x: Val, uses: Uses, each: usize) {
-        self.push(step, Phase::Experts(ExpertPhase::Gather { x, uses, each }));
+    fn gather(&mut self, step: &Step, x: Val, uses: Uses, each: usize, types: Types) {
+        let phase = ExpertPhase::Gather { x, uses, each, types };
+        self.push(step, Phase::Experts(phase));
     }
 
     pub(super) fn expert_glu(&mut self, step: &Step, act: Activation) -> Result<()> {
@@ -88,7 +90,7 @@ impl Lowering<'_> {
                 format!("gate of {experts} times {inner} rows, up of {up_experts} times {up_inner}, {out:?}");
             return Err(invalid(&step.label, detail));
         }
-        self.gather(step, x, uses, uses.used);
+        self.gather(step, x, uses, uses.used, types([&gate, &up]));
         let phase = ExpertPhase::Glu {
             weights: [gate, up],
             act,
@@ -111,7 +113,7 @@ impl Lowering<'_> {
             let detail = format!("down of {experts} times {hidden} rows, {h:?}, {weights:?}, {out:?}");
             return Err(invalid(&step.label, detail));
         }
-        self.gather(step, h, uses, 1);
+        self.gather(step, h, uses, 1, types([&down]));
         let phase = ExpertPhase::Down { down, uses, hidden };
         self.push(step, Phase::Experts(phase));
         self.push(step, Phase::Experts(ExpertPhase::Combine { uses, weights, out }));

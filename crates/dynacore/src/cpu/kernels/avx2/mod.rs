@@ -7,12 +7,18 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::lanes::float::FloatType;
+use super::lanes::short::{Short, out_of_line_short};
 use super::lanes::types::QuantFormat;
-use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers};
+use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers, short, short_kernels};
 use crate::cpu::isa::Isa;
 use crate::cpu::table::{KernelTable, LaneKernels};
 
-lane_table!(Isa::Avx2, Avx2, "avx2,fma,f16c");
+lane_table!(
+    Isa::Avx2,
+    Avx2,
+    "avx2,fma,f16c",
+    short_kernels!(Avx2, "avx2,fma,f16c", 5: 12, usize::MAX)
+);
 
 /// Proof that the CPU has AVX2, FMA and F16C: made by [`Lanes::new`] alone.
 #[derive(Clone, Copy)]
@@ -130,4 +136,64 @@ impl Lanes for Avx2 {
     }
 
     out_of_line!("avx2,fma,f16c");
+}
+
+/// `sum + a.0 * b.0 + a.1 * b.1` in 16 bits, for unsigned bytes `a` and signed ones `b`. In assembly, as [`dot`] is.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn dot_bytes(sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
+    let mut sum = sum;
+    // SAFETY: the two instructions touch nothing but their operands. `product` may share a register with `a` or `b`,
+    // which are read before it is written.
+    unsafe {
+        asm!(
+            "vpmaddubsw {product}, {a}, {b}",
+            "vpaddw {sum}, {sum}, {product}",
+            a = in(ymm_reg) a,
+            b = in(ymm_reg) b,
+            sum = inout(ymm_reg) sum,
+            product = lateout(ymm_reg) _,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    sum
+}
+
+impl Short for Avx2 {
+    type Lanes = Avx2;
+    const TILE: usize = 6;
+    const FEW: usize = 4;
+    const MANY: usize = 9;
+    const FULL: bool = false;
+    // A product of bytes of eight bits each would not fit 16.
+    const LIFT: u32 = 0;
+
+    #[inline(always)]
+    unsafe fn new() -> Avx2 {
+        Avx2(())
+    }
+
+    #[inline(always)]
+    fn lanes(self) -> Avx2 {
+        self
+    }
+
+    #[inline(always)]
+    fn lift(self, codes: __m256i) -> __m256i {
+        codes
+    }
+
+    registers! {
+        dot(sum: __m256i, codes: __m256i, x: __m256i) -> __m256i { dot_bytes(sum, codes, x) }
+        // Magnitudes of the codes, at most 128, and x with their signs: two products are at most 32,512.
+        dot_signed(sum: __m256i, codes: __m256i, x: __m256i) -> __m256i {
+            dot(sum, _mm256_set1_epi16(1), _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes)))
+        }
+        total(sum: __m256i) -> __m256i { _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) }
+    }
+
+    out_of_line_short!("avx2,fma,f16c");
 }

@@ -6,15 +6,17 @@
 use std::arch::x86_64::*;
 
 use super::lanes::float::FloatType;
+use super::lanes::short::{Short, out_of_line_short};
 use super::lanes::types::QuantFormat;
-use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers};
+use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers, short, short_kernels};
 use crate::cpu::isa::Isa;
 use crate::cpu::table::{KernelTable, LaneKernels};
 
 lane_table!(
     Isa::Avx512,
     Avx512,
-    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni",
+    short_kernels!(Avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni", 8: 3, 3)
 );
 
 /// Proof that the CPU has the instruction set: made by [`Lanes::new`] alone.
@@ -108,4 +110,36 @@ impl Lanes for Avx512 {
     }
 
     out_of_line!("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
+}
+
+impl Short for Avx512 {
+    type Lanes = Avx512;
+    const TILE: usize = 8;
+    const FEW: usize = 8;
+    const MANY: usize = 33;
+    const FULL: bool = true;
+    const LIFT: u32 = 7;
+
+    #[inline(always)]
+    unsafe fn new() -> Avx512 {
+        Avx512(())
+    }
+
+    #[inline(always)]
+    fn lanes(self) -> Avx512 {
+        self
+    }
+
+    registers! {
+        lift(codes: __m512i) -> __m512i { _mm512_xor_si512(codes, _mm512_set1_epi8(i8::MIN)) }
+        dot(sum: __m512i, codes: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(sum, codes, x) }
+        dot_signed(sum: __m512i, codes: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(sum, codes, x) }
+    }
+
+    #[inline(always)]
+    fn total(self, sum: __m512i) -> __m512i {
+        sum
+    }
+
+    out_of_line_short!("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
 }

@@ -1,7 +1,7 @@
 //! The matrix kernels, written once over an abstract vector ([`Lanes`]) whose lanes are output rows.
 //!
-//! [`types`] says how each quantised type is expanded, [`quant`] multiplies them, [`float`] does F32, F16 and BF16,
-//! [`prepare`] makes the activation records. The instruction sets differ in nothing but the vector, so their results
+//! [`types`] says how each quantised type is expanded, [`quant`] multiplies them, `short` does so with activations of 8
+//! bits, [`float`] does F32, F16 and BF16, [`prepare`] makes the activation records. The instruction sets differ in nothing but the vector, so their results
 //! are bit-identical; those of sets that multiply bytes (`bytes`, in place of [`quant`]) are too, as integers are exact.
 //!
 //! Everything here is `#[inline(always)]` without target features of its own. The five out-of-line functions that
@@ -12,6 +12,8 @@ pub(crate) mod bytes;
 pub(crate) mod float;
 pub(crate) mod prepare;
 pub(crate) mod quant;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod short;
 pub(crate) mod types;
 
 use self::float::FloatType;
@@ -239,9 +241,9 @@ macro_rules! weight_groups {
 pub(crate) use weight_groups;
 
 /// The table of an instruction set: the kernels of every weight type for the vector `$lanes`. `KERNELS` is what tables
-/// of instruction sets that contain this one start from.
+/// of instruction sets that contain this one start from. `$short` are its kernels of short records, if it has any.
 macro_rules! lane_table {
-    ($isa:expr, $lanes:ty, $features:tt) => {
+    ($isa:expr, $lanes:ty, $features:tt, $short:expr) => {
         pub(crate) static TABLE: KernelTable = KERNELS;
         pub(crate) const KERNELS: KernelTable = {
             use $crate::cpu::kernels::lanes::{prepare, quant, weight_groups};
@@ -263,6 +265,7 @@ macro_rules! lane_table {
                     prepare,
                     groups: weight_groups!($lanes, quant, $lanes),
                 }),
+                short: $short,
                 #[cfg(target_arch = "x86_64")]
                 tiles: None,
                 glu,
@@ -272,6 +275,27 @@ macro_rules! lane_table {
     };
 }
 pub(crate) use lane_table;
+
+/// The kernels of short records of a set: from `$few` rows on for codes of up to `$bits` bits, from `$many` on for others.
+#[cfg(target_arch = "x86_64")]
+macro_rules! short_kernels {
+    ($set:ty, $features:tt, $bits:literal: $few:expr, $many:expr) => {{
+        use $crate::cpu::kernels::lanes::{short, weight_groups};
+        #[target_feature(enable = $features)]
+        fn prepare(x: &[f32], records: &mut [u8]) {
+            $crate::cpu::kernels::lanes::prepare::short_row(x, records);
+        }
+        Some($crate::cpu::table::ShortKernels {
+            lanes: LaneKernels {
+                prepare,
+                groups: weight_groups!($set, short, $set),
+            },
+            from: short::from_rows($bits, $few, $many),
+        })
+    }};
+}
+#[cfg(target_arch = "x86_64")]
+pub(crate) use short_kernels;
 
 /// Calls `$call` with the constant `$n` equal to `$value`, 1 to `$most` (at most 8).
 macro_rules! with_rows {

@@ -1,11 +1,13 @@
-//! Activations to records: 15-bit codes per group of 32 with an f32 scale, and the sums the kernels need.
+//! Activations to records: codes of 15 bits, or of 8 in short records, per group of 32 with an f32 scale, and the sums
+//! the kernels need.
 //!
 //! A group that holds a NaN or an infinity gets codes 0 and the scale NaN, so that its row's outputs are NaN and no
 //! other row's are touched. Groups whose largest magnitude is below [`TINY`] count as zero: the inverse of their scale
 //! would overflow.
 
 use crate::cpu::kernels::{
-    AT_CODE_SUM, AT_HALF_CODE_SUMS, AT_HALF_SUMS, AT_SCALE, AT_SUM, CODE_MAX, GROUP, RECORD,
+    AT_CODE_SUM, AT_HALF_CODE_SUMS, AT_HALF_SUMS, AT_SCALE, AT_SUM, CODE_MAX, GROUP, RECORD, SHORT_CODE_MAX,
+    SHORT_RECORD, short,
 };
 
 /// How the codes of a group stand in its record. The rest of a record is the same in all forms.
@@ -65,8 +67,33 @@ pub(crate) fn row<C: CodeForm>(x: &[f32], records: &mut [u8]) {
     }
 }
 
+/// As [`row`], into short records.
+///
+/// # Panics
+/// As [`row`].
 #[inline(always)]
-fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
+pub(crate) fn short_row(x: &[f32], records: &mut [u8]) {
+    let (groups, rest) = x.as_chunks::<GROUP>();
+    let (records, rest_bytes) = records.as_chunks_mut::<SHORT_RECORD>();
+    assert!(
+        rest.is_empty() && rest_bytes.is_empty() && groups.len() == records.len(),
+        "one record per group"
+    );
+    for (x, record) in groups.iter().zip(records) {
+        short_group(x, record);
+    }
+}
+
+/// A group's codes, their scale, and the sums of the first and of the second sixteen.
+struct Codes {
+    scale: f32,
+    codes: [i32; GROUP],
+    halves: [i32; 2],
+}
+
+/// Codes of at most `max` in magnitude.
+#[inline(always)]
+fn codes(x: &[f32; GROUP], max: f32) -> Codes {
     // As integers, magnitudes are ordered like the floats, with infinity and NaN above all others.
     let mut largest = 0i32;
     for v in x {
@@ -78,7 +105,7 @@ fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
     } else if amax < TINY {
         (0.0, 0.0)
     } else {
-        (amax / CODE_MAX, CODE_MAX / amax)
+        (amax / max, max / amax)
     };
     // NaN * 0 is NaN, which the conversion makes 0; infinity likewise.
     let mut codes = [0i32; GROUP];
@@ -94,6 +121,12 @@ fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
         halves[0] += codes[i];
         halves[1] += codes[GROUP / 2 + i];
     }
+    Codes { scale, codes, halves }
+}
+
+#[inline(always)]
+fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
+    let Codes { scale, codes, halves } = codes(x, CODE_MAX);
     let (out, _) = record
         .split_first_chunk_mut()
         .expect("a record begins with its codes");
@@ -107,6 +140,23 @@ fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
     put(AT_HALF_CODE_SUMS, halves[0] as u32);
     put(AT_HALF_CODE_SUMS + 4, halves[1] as u32);
     put(RECORD - 4, 0);
+}
+
+#[inline(always)]
+fn short_group(x: &[f32; GROUP], record: &mut [u8; SHORT_RECORD]) {
+    let Codes { scale, codes, halves } = codes(x, SHORT_CODE_MAX);
+    for (out, code) in record.iter_mut().zip(codes) {
+        *out = code as u8;
+    }
+    let mut put = |at: usize, bits: u32| record[at..at + 4].copy_from_slice(&bits.to_le_bytes());
+    put(short::AT_SCALE, scale.to_bits());
+    put(short::AT_SUM, (scale * (halves[0] + halves[1]) as f32).to_bits());
+    put(short::AT_HALF_SUMS, (scale * halves[0] as f32).to_bits());
+    put(short::AT_HALF_SUMS + 4, (scale * halves[1] as f32).to_bits());
+    put(short::AT_LESS_SUM, -(halves[0] + halves[1]) as u32);
+    put(short::AT_LESS_HALF_SUMS, -halves[0] as u32);
+    put(short::AT_LESS_HALF_SUMS + 4, -halves[1] as u32);
+    put(SHORT_RECORD - 4, 0);
 }
 
 #[cfg(test)]
@@ -163,6 +213,41 @@ mod tests {
             }
             assert_eq!(pairs[2 * GROUP..], planes[2 * GROUP..]);
         }
+    }
+
+    #[test]
+    fn short_codes_and_their_sums_agree() {
+        let x: Vec<f32> = (0..2 * GROUP)
+            .map(|i| ((i * 7919 % 201) as f32 - 90.0) * 0.01)
+            .collect();
+        let mut records = [0xff; 2 * SHORT_RECORD];
+        short_row(&x, &mut records);
+        for (x, record) in x.as_chunks::<GROUP>().0.iter().zip(records.chunks(SHORT_RECORD)) {
+            let scale = f32::from_bits(read(record, short::AT_SCALE));
+            let largest = x.iter().fold(0.0, |a: f32, v| a.max(v.abs()));
+            assert_eq!(scale, largest / SHORT_CODE_MAX);
+            let mut sums = [0; 2];
+            for (k, x) in x.iter().enumerate() {
+                let code = record[k] as i8;
+                assert!((f32::from(code) * scale - x).abs() <= 0.51 * scale, "element {k}");
+                sums[k / 16] += i32::from(code);
+            }
+            let int = |at| read(record, at) as i32;
+            let float = |at| f32::from_bits(read(record, at));
+            assert_eq!(int(short::AT_LESS_SUM), -sums[0] - sums[1]);
+            assert_eq!(
+                [0, 4].map(|i| int(short::AT_LESS_HALF_SUMS + i)),
+                sums.map(|s| -s)
+            );
+            assert_eq!(float(short::AT_SUM), scale * (sums[0] + sums[1]) as f32);
+            assert_eq!(
+                [0, 4].map(|i| float(short::AT_HALF_SUMS + i)),
+                sums.map(|s| scale * s as f32)
+            );
+        }
+        short_row(&[f32::NAN; GROUP], &mut records[..SHORT_RECORD]);
+        assert!(f32::from_bits(read(&records, short::AT_SCALE)).is_nan());
+        assert!(records[..GROUP].iter().all(|b| *b == 0));
     }
 
     #[test]

@@ -29,8 +29,10 @@ pub(crate) struct Factors<L: Lanes> {
 /// the block (`HALF` is `j / 4`), and with `i` in 0..8 `4 * i` counts elements inside the group. `HALF` and `i` are
 /// constants where these functions are inlined; `j` may be the counter of a loop.
 pub(crate) trait QuantFormat {
+    /// The type.
+    const DTYPE: DType;
     /// Its geometry.
-    const GEOMETRY: Geometry;
+    const GEOMETRY: Geometry = Geometry::of(Self::DTYPE);
     /// Groups of 32 in a block.
     const GROUPS: usize = Self::GEOMETRY.block / GROUP;
     /// log2 of what is subtracted from codes; 0: nothing is.
@@ -52,7 +54,7 @@ pub(crate) trait QuantFormat {
     /// [`QuantFormat::OFFSET_BITS`] for the codes of [`QuantFormat::bytes`].
     #[cfg_attr(
         not(target_arch = "aarch64"),
-        expect(dead_code, reason = "for products of bytes")
+        expect(dead_code, reason = "for products of bytes in two planes")
     )]
     const BYTE_OFFSET_BITS: u32 = Self::OFFSET_BITS;
 
@@ -180,7 +182,7 @@ macro_rules! format_of {
         pub(crate) struct $name;
 
         impl QuantFormat for $name {
-            const GEOMETRY: Geometry = Geometry::of(DType::Quant($quant));
+            const DTYPE: DType = DType::Quant($quant);
             $($consts)*
 
             #[inline(always)]

@@ -19,7 +19,7 @@ use crate::cpu::table::{KernelTable, LaneKernels};
 
 pub(crate) mod bytes;
 
-lane_table!(Isa::Neon, Neon, "neon");
+lane_table!(Isa::Neon, Neon, "neon", None);
 
 /// Proof that the CPU has NEON: made by [`Lanes::new`] alone.
 #[derive(Clone, Copy)]
