@@ -16,6 +16,8 @@ pub enum Isa {
     Portable,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
+    /// [`Isa::Avx2`] with AVX-VNNI: products of bytes in vectors of 256 bits.
+    AvxVnni,
     /// x86-64 with AVX-512 F, BW, VL and VNNI (and all of [`Isa::Avx2`]).
     Avx512,
     /// [`Isa::Avx512`] with DQ, BF16 and FP16, and AMX tiles of bf16 that the system lets this process use.
@@ -30,9 +32,10 @@ pub enum Isa {
 
 impl Isa {
     /// All of them, those of one architecture the slowest first.
-    pub const ALL: [Isa; 7] = [
+    pub const ALL: [Isa; 8] = [
         Isa::Portable,
         Isa::Avx2,
+        Isa::AvxVnni,
         Isa::Avx512,
         Isa::Amx,
         Isa::Neon,
@@ -45,6 +48,7 @@ impl Isa {
         match self {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
+            Isa::AvxVnni => "avxvnni",
             Isa::Avx512 => "avx512",
             Isa::Amx => "amx",
             Isa::Neon => "neon",
@@ -64,6 +68,8 @@ impl Isa {
                     && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => Isa::Avx2.available() && is_x86_feature_detected!("avxvnni"),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 Isa::Avx2.available()
                     && is_x86_feature_detected!("avx512f")
@@ -80,7 +86,7 @@ impl Isa {
                     && super::kernels::amx::permitted()
             }
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => false,
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 | Isa::Amx => false,
             // Words of packed weights are read as lanes, so their bytes must stand in the order of the file.
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => cfg!(target_endian = "little") && std::arch::is_aarch64_feature_detected!("neon"),

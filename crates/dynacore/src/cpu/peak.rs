@@ -31,6 +31,9 @@ pub struct Peak {
     pub f32_flops: f64,
     /// Additions and multiplications of 16-bit integers, where the kernels use them.
     pub i16_ops: Option<f64>,
+    /// Additions and multiplications of bytes, where kernels of short records use them. Where sums have 16 bits, they are
+    /// these, without what it takes to widen them.
+    pub i8_ops: Option<f64>,
     /// Additions and multiplications of tiles of bf16, where the kernels use them.
     pub bf16_ops: Option<f64>,
 }
@@ -66,12 +69,14 @@ impl Peak {
             |rounds: usize, count: usize, seconds: f64| (2 * threads * rounds * count) as f64 / seconds;
         let fma = best(threads, |_, _| loops.run_fma());
         let dot = loops.dot.map(|_| best(threads, |_, _| loops.run_dot()));
+        let short = loops.short.map(|_| best(threads, |_, _| loops.run_short()));
         let tile = loops.tile.map(|_| best(threads, |_, _| loops.run_tile()));
         Ok(Peak {
             threads,
             read_bytes: (threads * SAMPLE_BYTES) as f64 / read,
             f32_flops: rate(ROUNDS, loops.fma_count, fma),
             i16_ops: dot.map(|seconds| rate(ROUNDS, loops.dot_count, seconds)),
+            i8_ops: short.map(|seconds| rate(ROUNDS, loops.short_count, seconds)),
             bf16_ops: tile.map(|seconds| rate(TILE_ROUNDS, loops.tile_count, seconds)),
         })
     }
@@ -117,6 +122,7 @@ fn together(threads: usize, job: impl Fn(usize) + Sync) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::table::KernelTable;
 
     #[test]
     fn every_set_of_this_cpu_gives_finite_rates() {
@@ -126,10 +132,13 @@ mod tests {
                 peak.read_bytes,
                 peak.f32_flops,
                 peak.i16_ops.unwrap_or(1.0),
+                peak.i8_ops.unwrap_or(1.0),
                 peak.bf16_ops.unwrap_or(1.0),
             ];
             assert!(rates.iter().all(|r| r.is_finite() && *r > 0.0), "{isa}: {peak:?}");
             assert_eq!(peak.i16_ops.is_some(), isa != Isa::Portable);
+            let table = KernelTable::of(isa).expect("the CPU has it");
+            assert_eq!(peak.i8_ops.is_some(), table.short.is_some());
             assert_eq!(peak.bf16_ops.is_some(), isa == Isa::Amx);
         }
         for isa in Isa::ALL.into_iter().filter(|isa| !isa.available()) {

@@ -88,11 +88,15 @@ impl KernelTable {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => &super::kernels::avx2::TABLE,
             #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => &super::kernels::avx2::vnni::TABLE,
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => &super::kernels::avx512::TABLE,
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => &super::kernels::amx::TABLE,
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => unreachable!("`{isa}` is not available here"),
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 | Isa::Amx => {
+                unreachable!("`{isa}` is not available here")
+            }
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => &super::kernels::neon::TABLE,
             #[cfg(target_arch = "aarch64")]

@@ -83,7 +83,13 @@ fn half_bits(x: f32) -> [u8; 2] {
         .expect("an f16 has two bytes")
 }
 
-pub(crate) fn packed(table: &KernelTable, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> PackedLinear {
+pub(crate) fn packed(
+    table: &KernelTable,
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    bytes: &[u8],
+) -> PackedLinear {
     let decl = WeightDecl {
         name: "w".into(),
         dtype,

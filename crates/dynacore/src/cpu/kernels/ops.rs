@@ -131,11 +131,11 @@ impl OpTable {
         match isa {
             Isa::Portable => Some(&portable::TABLE),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Some(&avx2::TABLE),
+            Isa::Avx2 | Isa::AvxVnni => Some(&avx2::TABLE),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Amx => Some(&avx512::TABLE),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => None,
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 | Isa::Amx => None,
             #[cfg(target_arch = "aarch64")]
             Isa::Neon | Isa::Dotprod | Isa::I8mm => Some(&neon::TABLE),
             #[cfg(not(target_arch = "aarch64"))]

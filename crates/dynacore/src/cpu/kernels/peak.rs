@@ -27,6 +27,10 @@ pub(crate) struct PeakLoops {
     pub(crate) dot: Option<unsafe fn()>,
     /// Multiply-adds in one round of `dot`.
     pub(crate) dot_count: usize,
+    /// Multiply-adds of bytes, [`ROUNDS`] times `short_count`, where the set has kernels of short records.
+    pub(crate) short: Option<unsafe fn()>,
+    /// Multiply-adds in one round of `short`.
+    pub(crate) short_count: usize,
     /// Multiply-adds of bf16 tiles, [`TILE_ROUNDS`] times `tile_count`, where the set has them.
     pub(crate) tile: Option<unsafe fn()>,
     /// Multiply-adds in one round of `tile`.
@@ -65,6 +69,8 @@ const PORTABLE: PeakLoops = PeakLoops {
     fma_count: 64,
     dot: None,
     dot_count: 0,
+    short: None,
+    short_count: 0,
     tile: None,
     tile_count: 0,
     read: portable_read,
@@ -74,6 +80,8 @@ const PORTABLE: PeakLoops = PeakLoops {
 mod lanes {
     use super::{CHAINS, LINE, ROUNDS};
     use crate::cpu::kernels::lanes::Lanes;
+    #[cfg(target_arch = "x86_64")]
+    use crate::cpu::kernels::lanes::short::Short;
     use std::hint::black_box;
 
     /// Bytes ahead of a load that its line is asked for: about what memory's latency takes to arrive.
@@ -101,6 +109,20 @@ mod lanes {
         for _ in 0..ROUNDS {
             for sum in &mut sums {
                 *sum = l.dot(*sum, a, x);
+            }
+        }
+        black_box(sums);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn short<S: Short>(s: S) {
+        let l = s.lanes();
+        let (a, x) = (black_box(l.splat(0x0303_0303)), black_box(l.splat(0x0505_0505)));
+        let mut sums = black_box([l.zero(); CHAINS]);
+        for _ in 0..ROUNDS {
+            for sum in &mut sums {
+                *sum = s.dot(*sum, a, x);
             }
         }
         black_box(sums);
@@ -134,19 +156,19 @@ macro_rules! loops {
             #[target_feature(enable = $features)]
             fn fma() {
                 // SAFETY: the features the token stands for are those of this function.
-                lanes::fma(unsafe { Set::new() });
+                lanes::fma(unsafe { <Set as Lanes>::new() });
             }
 
             #[target_feature(enable = $features)]
             fn dot() {
                 // SAFETY: as in `fma`.
-                lanes::dot(unsafe { Set::new() });
+                lanes::dot(unsafe { <Set as Lanes>::new() });
             }
 
             #[target_feature(enable = $features)]
             fn read(bytes: &[u8]) {
                 // SAFETY: as in `fma`.
-                lanes::read(unsafe { Set::new() }, bytes);
+                lanes::read(unsafe { <Set as Lanes>::new() }, bytes);
             }
 
             pub(super) const LOOPS: PeakLoops = PeakLoops {
@@ -154,6 +176,8 @@ macro_rules! loops {
                 fma_count: CHAINS * Set::WIDTH,
                 dot: Some(dot),
                 dot_count: CHAINS * 2 * Set::WIDTH,
+                short: None,
+                short_count: 0,
                 tile: None,
                 tile_count: 0,
                 read,
@@ -166,6 +190,49 @@ macro_rules! loops {
 loops!(avx2, crate::cpu::kernels::avx2::Avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 loops!(
+    avx512,
+    crate::cpu::kernels::avx512::Avx512,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
+);
+
+/// The loops of a set, with its products of bytes.
+#[cfg(target_arch = "x86_64")]
+macro_rules! short_loops {
+    ($module:ident, $others:ident, $set:path, $features:literal) => {
+        mod $module {
+            use super::{CHAINS, PeakLoops, lanes};
+            use crate::cpu::kernels::lanes::Lanes;
+            use crate::cpu::kernels::lanes::short::Short;
+
+            type Set = $set;
+
+            #[target_feature(enable = $features)]
+            fn short() {
+                // SAFETY: the features the token stands for are those of this function.
+                lanes::short(unsafe { <Set as Short>::new() });
+            }
+
+            pub(super) const LOOPS: PeakLoops = PeakLoops {
+                short: Some(short),
+                short_count: CHAINS * 4 * <Set as Short>::Lanes::WIDTH,
+                ..super::$others::LOOPS
+            };
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+short_loops!(avx2_short, avx2, crate::cpu::kernels::avx2::Avx2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+short_loops!(
+    avx_vnni,
+    avx2,
+    crate::cpu::kernels::avx2::vnni::AvxVnni,
+    "avx2,fma,f16c,avxvnni"
+);
+#[cfg(target_arch = "x86_64")]
+short_loops!(
+    avx512_short,
     avx512,
     crate::cpu::kernels::avx512::Avx512,
     "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
@@ -224,7 +291,7 @@ byte_loops!(i8mm, crate::cpu::kernels::neon::bytes::I8mm, "neon,i8mm");
 
 #[cfg(target_arch = "x86_64")]
 mod amx {
-    use super::{PeakLoops, TILE_ROUNDS, avx512};
+    use super::{PeakLoops, TILE_ROUNDS, avx512_short};
     use crate::cpu::kernels::amx::{PEAK_ROUND, peak};
 
     unsafe fn tile() {
@@ -235,7 +302,7 @@ mod amx {
     pub(super) const LOOPS: PeakLoops = PeakLoops {
         tile: Some(tile),
         tile_count: PEAK_ROUND,
-        ..avx512::LOOPS
+        ..avx512_short::LOOPS
     };
 }
 
@@ -248,13 +315,15 @@ impl PeakLoops {
         match isa {
             Isa::Portable => Some(PORTABLE),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Some(avx2::LOOPS),
+            Isa::Avx2 => Some(avx2_short::LOOPS),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Some(avx512::LOOPS),
+            Isa::AvxVnni => Some(avx_vnni::LOOPS),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Some(avx512_short::LOOPS),
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => Some(amx::LOOPS),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => None,
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 | Isa::Amx => None,
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => Some(neon::LOOPS),
             #[cfg(target_arch = "aarch64")]
@@ -277,6 +346,14 @@ impl PeakLoops {
         if let Some(dot) = self.dot {
             // SAFETY: as in `run_fma`.
             unsafe { dot() }
+        }
+    }
+
+    /// Runs the loop of products of bytes once, if there is one.
+    pub(crate) fn run_short(&self) {
+        if let Some(short) = self.short {
+            // SAFETY: as in `run_fma`.
+            unsafe { short() }
         }
     }
 

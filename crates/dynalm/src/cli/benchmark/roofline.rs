@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use dynacore::cpu::Mode;
 use dynacore::cpu::isa::Isa;
-use dynacore::cpu::ops::linear;
+use dynacore::cpu::ops::linear::{self, Form, Types};
 use dynacore::cpu::peak::Peak;
 use dynacore::cpu::table::KernelTable;
 use dynacore::{Device, PhaseTime};
@@ -45,6 +45,8 @@ enum Arithmetic {
     F32,
     /// 16-bit integers: quantised weights.
     I16,
+    /// Bytes: quantised weights and several rows.
+    I8,
     /// Tiles of bf16: many rows.
     Bf16,
 }
@@ -54,6 +56,7 @@ impl Arithmetic {
         match self {
             Arithmetic::F32 => "f32",
             Arithmetic::I16 => "i16",
+            Arithmetic::I8 => "i8",
             Arithmetic::Bf16 => "bf16",
         }
     }
@@ -63,6 +66,7 @@ impl Arithmetic {
         match self {
             Arithmetic::F32 => None,
             Arithmetic::I16 => peak.i16_ops,
+            Arithmetic::I8 => peak.i8_ops,
             Arithmetic::Bf16 => peak.bf16_ops,
         }
         .unwrap_or(peak.f32_flops)
@@ -89,22 +93,24 @@ impl Kernels {
             step.op,
             dynair::Op::Linear | dynair::Op::Fused(FusedOp::LinearGroup { .. } | FusedOp::LinearGlu(_))
         );
-        let weight = step.inputs.iter().find(|o| matches!(o, Operand::Weight(_)));
-        let (Some(x), Some(weight), true) = (
-            step.inputs.first().and_then(tensor),
-            weight.and_then(tensor),
-            is_product,
-        ) else {
+        let weights = step.inputs.iter().filter(|o| matches!(o, Operand::Weight(_)));
+        // Biases are f32, which takes part in no choice.
+        let mut types = weights.filter_map(tensor).map(|t| t.dtype);
+        let (Some(x), true) = (step.inputs.first().and_then(tensor), is_product) else {
             return Arithmetic::F32;
         };
         let rows = x.shape.rows().bind(size.tokens, size.outputs);
-        if self.mode == Mode::Auto && linear::tiles(self.table, rows, x.shape.row_elements()) {
-            return Arithmetic::Bf16;
+        let form = match self.mode {
+            Mode::Auto => linear::form(self.table, rows, x.shape.row_elements(), Types::of(types.clone())),
+            _ => Form::Records,
+        };
+        let quantised = self.integer && types.any(|t| matches!(t, DType::Quant(_)));
+        match form {
+            Form::Tiles => Arithmetic::Bf16,
+            Form::Short if quantised => Arithmetic::I8,
+            Form::Records if quantised => Arithmetic::I16,
+            _ => Arithmetic::F32,
         }
-        if self.integer && matches!(weight.dtype, DType::Quant(_)) {
-            return Arithmetic::I16;
-        }
-        Arithmetic::F32
     }
 }
 
@@ -323,7 +329,11 @@ pub(super) fn run(
 }
 
 fn header(name: &str, info: &dynacore::DeviceInfo, peak: &Peak, as_json: bool) -> anyhow::Result<()> {
-    let more = [("16-bit integers", peak.i16_ops), ("bf16 tiles", peak.bf16_ops)];
+    let more = [
+        ("16-bit integers", peak.i16_ops),
+        ("bytes", peak.i8_ops),
+        ("bf16 tiles", peak.bf16_ops),
+    ];
     let more: String = more
         .into_iter()
         .filter_map(|(what, ops)| Some(format!(", {} Gop/s in {what}", number(ops? / 1e9))))
@@ -340,7 +350,7 @@ fn header(name: &str, info: &dynacore::DeviceInfo, peak: &Peak, as_json: bool) -
         let record = json!({
             "record": "peak", "version": env!("CARGO_PKG_VERSION"), "device": info.name, "isa": info.isa,
             "threads": info.units, "read_bytes_per_s": peak.read_bytes, "f32_flops_per_s": peak.f32_flops,
-            "i16_ops_per_s": peak.i16_ops, "bf16_ops_per_s": peak.bf16_ops,
+            "i16_ops_per_s": peak.i16_ops, "i8_ops_per_s": peak.i8_ops, "bf16_ops_per_s": peak.bf16_ops,
         });
         return text::out(&format!("{record}\n"));
     }

@@ -13,6 +13,8 @@ use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registe
 use crate::cpu::isa::Isa;
 use crate::cpu::table::{KernelTable, LaneKernels};
 
+pub(crate) mod vnni;
+
 lane_table!(
     Isa::Avx2,
     Avx2,

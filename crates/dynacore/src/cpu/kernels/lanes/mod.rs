@@ -288,7 +288,7 @@ macro_rules! short_kernels {
         Some($crate::cpu::table::ShortKernels {
             lanes: LaneKernels {
                 prepare,
-                groups: weight_groups!($set, short, $set),
+                groups: weight_groups!(<$set as short::Short>::Lanes, short, $set),
             },
             from: short::from_rows($bits, $few, $many),
         })
