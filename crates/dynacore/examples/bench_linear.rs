@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use dynacore::WeightBytes;
 use dynacore::cpu::isa::Isa;
-use dynacore::cpu::ops::linear::{Form, Prepared, Types, form, form_bytes, prepare_all, run};
+use dynacore::cpu::ops::linear::{Form, Meets, Prepared, form, form_bytes, prepare_all, run};
 use dynacore::cpu::pack::{PackedLinear, pack};
 use dynacore::cpu::table::KernelTable;
 use dynair::{DType, QuantType, WeightDecl};
@@ -88,7 +88,7 @@ fn main() {
             print!("{dtype:>5} {threads}t");
             for &n in &rows {
                 let read = streaming(&stream, threads);
-                let form = fixed.unwrap_or_else(|| form(table, n, cols, Types::of([dtype])));
+                let form = fixed.unwrap_or_else(|| form(table, n, cols, Meets::of(false, [dtype])));
                 let (bytes, macs) = time(table, &weights, (n, form), threads);
                 print!(
                     "  {n:>3}: {bytes:5.2} ({:3.0} %) {macs:5.1}",

@@ -21,7 +21,7 @@ use super::cut::Cut;
 use super::kernels::ops::OpTable;
 use super::ops::attention::{Items, Layer, Scratch};
 use super::ops::experts::{self, ExpertPhase};
-use super::ops::linear::{self, Form, Prepared, Types};
+use super::ops::linear::{self, Form, Meets, Prepared};
 use super::ops::rows::Rows;
 use super::pool::shared::SharedMem;
 use super::pool::{Job, Pool};
@@ -142,7 +142,7 @@ impl CpuExecutor {
         let mut prepared = 0usize;
         for (phase, _) in &program.phases {
             let bytes = match phase {
-                Phase::Prepare { x, types } => prepared_bytes(table, x.bind(most), x.width, *types),
+                Phase::Prepare { x, meets } => prepared_bytes(table, x.bind(most), x.width, *meets),
                 Phase::Experts(ExpertPhase::Gather { x, uses, .. }) => {
                     linear::scratch_bytes(table, Form::Records, x.cols).checked_mul(uses.slots(most))
                 }
@@ -431,8 +431,8 @@ impl Job for Step {
             }
             let started = self.times.as_ref().map(|_| Instant::now());
             match self.joined(i) {
-                Some((x, types)) if stage.items > 1 => {
-                    self.norm(phase, self.prepared_rows(x, types, items.clone()));
+                Some((x, meets)) if stage.items > 1 => {
+                    self.norm(phase, self.prepared_rows(x, meets, items.clone()));
                 }
                 _ => self.phase(phase, items.clone(), &mut scratch),
             }
@@ -518,7 +518,7 @@ impl Step {
             }
             let items = self.load(phase);
             let joined = self.joined(i);
-            let items = joined.map_or(items, |(x, types)| self.prepare_items(x, types));
+            let items = joined.map_or(items, |(x, meets)| self.prepare_items(x, meets));
             let end = if joined.is_some() { i + 2 } else { i + 1 };
             let uneven = match phase {
                 Phase::Attention { .. } | Phase::Product { .. } => true,
@@ -557,9 +557,9 @@ impl Step {
             Phase::KvWrite { k, .. } => rows.row_items(k),
             Phase::Attention { class, .. } => self.items[*class].count(),
             Phase::AttentionMerge { class, .. } => self.items[*class].merge_count(),
-            Phase::Prepare { x, types } => self.prepare_items(x, *types),
+            Phase::Prepare { x, meets } => self.prepare_items(x, *meets),
             Phase::Product { x, .. } if x.bind(self.size) == 0 => 0,
-            Phase::Product { x, types, linear } => self.pieces(x, *types, linear).count(),
+            Phase::Product { x, meets, linear } => self.pieces(x, *meets, linear).count(),
             Phase::Experts(phase) => self.experts().items(phase),
         }
     }
@@ -606,8 +606,8 @@ impl Step {
                 let layer = self.layer(*class, spec, out);
                 items.for_each(|i| layer.merge_item(i, &mut own.attention));
             }
-            Phase::Prepare { x, types } => self.prepare(x, *types, items),
-            Phase::Product { x, types, linear } => items.for_each(|i| self.product(x, *types, linear, i)),
+            Phase::Prepare { x, meets } => self.prepare(x, *meets, items),
+            Phase::Product { x, meets, linear } => items.for_each(|i| self.product(x, *meets, linear, i)),
             Phase::Experts(phase) => self.experts().run(phase, items),
         }
     }
@@ -625,13 +625,13 @@ impl Step {
     }
 
     /// What the next phase prepares, if that is what norm `phase` gives by whole rows, and more than one item.
-    fn joined(&self, phase: usize) -> Option<(&Val, Types)> {
+    fn joined(&self, phase: usize) -> Option<(&Val, Meets)> {
         let phases = &self.inner.program.phases;
         match (&phases[phase].0, phases.get(phase + 1).map(|p| &p.0)) {
-            (Phase::Norm { out, .. } | Phase::AddNorm { out, .. }, Some(Phase::Prepare { x, types }))
-                if out == x && x.cols == x.width && self.prepare_items(x, *types) > 1 =>
+            (Phase::Norm { out, .. } | Phase::AddNorm { out, .. }, Some(Phase::Prepare { x, meets }))
+                if out == x && x.cols == x.width && self.prepare_items(x, *meets) > 1 =>
             {
-                Some((x, *types))
+                Some((x, *meets))
             }
             _ => None,
         }
@@ -655,10 +655,10 @@ impl Step {
     }
 
     /// Items of a preparation.
-    fn prepare_items(&self, x: &Val, types: Types) -> usize {
+    fn prepare_items(&self, x: &Val, meets: Meets) -> usize {
         if linear::scratch_bytes(self.inner.table, Form::Records, x.width) == 0 {
             0
-        } else if self.form(x, types) == Form::Tiles {
+        } else if self.form(x, meets) == Form::Tiles {
             x.bind(self.size).div_ceil(linear::TILE_ROWS)
         } else {
             self.rows().row_items(x)
@@ -666,18 +666,18 @@ impl Step {
     }
 
     /// The rows some items of a preparation hold.
-    fn prepared_rows(&self, x: &Val, types: Types, items: Range<usize>) -> Range<usize> {
+    fn prepared_rows(&self, x: &Val, meets: Meets, items: Range<usize>) -> Range<usize> {
         let rows = x.bind(self.size);
-        if self.form(x, types) == Form::Tiles {
+        if self.form(x, meets) == Form::Tiles {
             (items.start * linear::TILE_ROWS).min(rows)..(items.end * linear::TILE_ROWS).min(rows)
         } else {
             super::ops::rows::rows_of(items, rows, x.width)
         }
     }
 
-    fn prepare(&self, x: &Val, types: Types, items: Range<usize>) {
+    fn prepare(&self, x: &Val, meets: Meets, items: Range<usize>) {
         let inner = &*self.inner;
-        let form = self.form(x, types);
+        let form = self.form(x, meets);
         if form == Form::Tiles {
             let bytes = linear::tile_bytes(x.width);
             for tile in items {
@@ -688,7 +688,7 @@ impl Step {
             }
             return;
         }
-        let rows = self.prepared_rows(x, types, items);
+        let rows = self.prepared_rows(x, meets, items);
         let bytes = linear::scratch_bytes(inner.table, form, x.width);
         let out = inner.prepared.write(rows.start * bytes..rows.end * bytes);
         let values = inner.arena.read(x.row_range(rows));
@@ -696,29 +696,29 @@ impl Step {
     }
 
     /// What the products of x are made from.
-    fn form(&self, x: &Val, types: Types) -> Form {
+    fn form(&self, x: &Val, meets: Meets) -> Form {
         if self.inner.auto {
-            linear::form(self.inner.table, x.bind(self.size), x.width, types)
+            linear::form(self.inner.table, x.bind(self.size), x.width, meets)
         } else {
             Form::Records
         }
     }
 
     /// How the column groups of a linear op are cut. Tiles take them in pairs.
-    fn pieces(&self, x: &Val, types: Types, linear: &Linear) -> Cut {
+    fn pieces(&self, x: &Val, meets: Meets, linear: &Linear) -> Cut {
         let groups = widths(linear).map(|w| w.div_ceil(linear::COLUMN_ALIGN)).sum();
         Cut::new(
             groups,
-            if self.form(x, types) == Form::Tiles { 2 } else { 1 },
+            if self.form(x, meets) == Form::Tiles { 2 } else { 1 },
             self.inner.scratch.len(),
         )
     }
 
     /// Piece `piece` of the columns of a linear op.
-    fn product(&self, x: &Val, types: Types, linear: &Linear, piece: usize) {
+    fn product(&self, x: &Val, meets: Meets, linear: &Linear, piece: usize) {
         let inner = &*self.inner;
         let values = inner.arena.read(x.range(self.size));
-        let form = self.form(x, types);
+        let form = self.form(x, meets);
         let bytes = linear::form_bytes(inner.table, form, x.bind(self.size), x.width);
         let prepared = Prepared::of(form, inner.prepared.read(0..bytes));
         let put = |out: &Val| {
@@ -737,7 +737,7 @@ impl Step {
             }
         };
         let matrix = "lowering checked the weight's form";
-        let groups = self.pieces(x, types, linear).piece(piece);
+        let groups = self.pieces(x, meets, linear).piece(piece);
         for (member, columns) in columns_of(linear, groups) {
             match linear {
                 Linear::Group(members) => {
@@ -756,10 +756,10 @@ impl Step {
 }
 
 /// Bytes of `rows` prepared rows, whichever form they take.
-fn prepared_bytes(table: &KernelTable, rows: usize, width: usize, types: Types) -> Option<usize> {
+fn prepared_bytes(table: &KernelTable, rows: usize, width: usize, meets: Meets) -> Option<usize> {
     // Short records are shorter.
     let records = linear::scratch_bytes(table, Form::Records, width).checked_mul(rows)?;
-    if linear::form(table, rows, width, types) != Form::Tiles {
+    if linear::form(table, rows, width, meets) != Form::Tiles {
         return Some(records);
     }
     let tiles = linear::tile_bytes(width).checked_mul(rows.div_ceil(linear::TILE_ROWS))?;

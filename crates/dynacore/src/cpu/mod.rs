@@ -32,6 +32,7 @@ use crate::self_test::SelfTestResult;
 use isa::Isa;
 use ops::linear::Form;
 use pool::Pool;
+pub use program::whole_products;
 use storage::CpuKv;
 use table::KernelTable;
 

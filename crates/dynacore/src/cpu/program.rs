@@ -5,6 +5,7 @@
 //! output of the same step (see [`super::pool::shared`]).
 
 mod experts;
+mod whole;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,8 +15,10 @@ use dynair::{
     TensorType,
 };
 
+pub use whole::whole_products;
+
 use super::ops::experts::ExpertPhase;
-use super::ops::linear::Types;
+use super::ops::linear::Meets;
 use super::ops::rope::Frequencies;
 use super::storage::{CpuKv, CpuWeight};
 use crate::buffer::Tensor;
@@ -169,11 +172,11 @@ pub(crate) enum Phase {
     /// Of the rows that the next phase's products are made from.
     Prepare {
         x: Val,
-        types: Types,
+        meets: Meets,
     },
     Product {
         x: Val,
-        types: Types,
+        meets: Meets,
         linear: Linear,
     },
     /// A part of a mixture of experts.
@@ -197,9 +200,10 @@ pub(crate) struct Program {
     pub(crate) arena: usize,
 }
 
-/// The types of matrices.
-fn types<'a>(weights: impl IntoIterator<Item = &'a Arc<CpuWeight>>) -> Types {
-    Types::of(
+/// What rows that are multiplied with these matrices meet.
+fn meets<'a>(whole: bool, weights: impl IntoIterator<Item = &'a Arc<CpuWeight>>) -> Meets {
+    Meets::of(
+        whole,
         weights
             .into_iter()
             .filter_map(|w| Some(w.matrix.as_ref()?.dtype())),
@@ -227,6 +231,7 @@ pub(crate) fn lower(plan: &Plan, weights: &[Tensor], kv: &CpuKv) -> Result<Progr
         kv,
         routed: Vec::new(),
         grouped: None,
+        whole: false,
         program: Program::empty(plan)?,
     };
     for (decl, tensor) in plan.weights.iter().zip(weights) {
@@ -249,7 +254,8 @@ pub(crate) fn lower(plan: &Plan, weights: &[Tensor], kv: &CpuKv) -> Result<Progr
             format!("{} tensors for {} weights", weights.len(), plan.weights.len()),
         ));
     }
-    for step in &plan.steps {
+    for (step, whole) in plan.steps.iter().zip(whole_products(plan)) {
+        lowering.whole = whole;
         lowering.step(step)?;
     }
     if !lowering.program.ropes.is_empty() {
@@ -334,6 +340,8 @@ struct Lowering<'a> {
     routed: Vec<(Val, usize)>,
     /// The ids that rows are grouped by at this point of the program.
     grouped: Option<Val>,
+    /// Whether the products of the step at hand must be made from whole records.
+    whole: bool,
     program: Program,
 }
 
@@ -629,12 +637,12 @@ impl Lowering<'_> {
 
     /// Products with prepared rows.
     fn product(&mut self, step: &Step, x: Val, linear: Linear) {
-        let types = match &linear {
-            Linear::Group(members) => types(members.iter().map(|m| &m.weight)),
-            Linear::Glu { gate, up, .. } => types([gate, up]),
+        let meets = match &linear {
+            Linear::Group(members) => meets(self.whole, members.iter().map(|m| &m.weight)),
+            Linear::Glu { gate, up, .. } => meets(self.whole, [gate, up]),
         };
-        self.push(step, Phase::Prepare { x, types });
-        self.push(step, Phase::Product { x, types, linear });
+        self.push(step, Phase::Prepare { x, meets });
+        self.push(step, Phase::Product { x, meets, linear });
     }
 
     fn map(&mut self, step: &Step, op: MapOp) -> Result<()> {

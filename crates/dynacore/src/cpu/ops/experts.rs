@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use dynair::{Activation, Dim, ExpertWeights, RouterSpec};
 
-use super::linear::{self, Form, Prepared, Types};
+use super::linear::{self, Form, Meets, Prepared};
 use super::rows::{items, rows_of};
 use crate::cpu::exec::out_of_memory;
 use crate::cpu::kernels::ops::OpTable;
@@ -54,6 +54,8 @@ pub(crate) struct Uses {
     pub(crate) used: usize,
     /// The rows.
     pub(crate) rows: Dim,
+    /// What they meet.
+    pub(crate) meets: Meets,
 }
 
 impl Uses {
@@ -75,12 +77,11 @@ pub(crate) enum ExpertPhase {
         ids: Val,
         experts: usize,
     },
-    /// Rows of `x.cols` elements, of which `each` neighbouring slots share one, for products with these types.
+    /// Rows of `x.cols` elements, of which `each` neighbouring slots share one.
     Gather {
         x: Val,
         uses: Uses,
         each: usize,
-        types: Types,
     },
     Glu {
         weights: [Arc<CpuWeight>; 2],
@@ -215,7 +216,7 @@ impl Driver<'_> {
                 weights,
             } => self.route(logits, spec, ids, weights, items),
             ExpertPhase::Group { ids, experts } => self.group(ids, *experts),
-            ExpertPhase::Gather { x, uses, each, types } => self.gather(x, uses, (*each, *types), items),
+            ExpertPhase::Gather { x, uses, each } => self.gather(x, uses, *each, items),
             ExpertPhase::Glu {
                 weights,
                 act,
@@ -272,7 +273,7 @@ impl Driver<'_> {
         starts[0] = 0;
     }
 
-    fn gather(&self, x: &Val, uses: &Uses, (each, types): (usize, Types), items: Range<usize>) {
+    fn gather(&self, x: &Val, uses: &Uses, each: usize, items: Range<usize>) {
         let (slots, width) = (uses.slots(self.size), x.cols);
         let places = rows_of(items, slots, width);
         let order = self.memory.order.read(places.clone());
@@ -287,7 +288,7 @@ impl Driver<'_> {
         for own in self.memory.starts.read(0..uses.experts + 1).windows(2) {
             let own = own[0] as usize..own[1] as usize;
             let [start, end] = [own.start, own.end].map(|p| p.clamp(places.start, places.end));
-            let form = self.form(own.len(), width, types);
+            let form = self.form(own.len(), width, uses.meets);
             // Tiles are made in the product.
             if start < end && form != Form::Tiles {
                 let x = &rows[(start - places.start) * width..(end - places.start) * width];
@@ -312,12 +313,12 @@ impl Driver<'_> {
     }
 
     /// What the products of an expert with so many rows are made from.
-    fn form(&self, rows: usize, width: usize, types: Types) -> Form {
+    fn form(&self, rows: usize, width: usize, meets: Meets) -> Form {
         if !self.auto {
             return Form::Records;
         }
-        match linear::form(self.table, rows, width, types) {
-            Form::Tiles if rows < TILES_FROM => linear::row_form(self.table, rows, width, types),
+        match linear::form(self.table, rows, width, meets) {
+            Form::Tiles if rows < TILES_FROM => linear::row_form(self.table, rows, width, meets),
             form => form,
         }
     }
@@ -327,7 +328,7 @@ impl Driver<'_> {
     fn shares(
         &self,
         uses: &Uses,
-        (rows, width, types): (usize, usize, Types),
+        (rows, width): (usize, usize),
         (piece, pieces): (usize, usize),
         mut product: impl FnMut(Share<'_>),
     ) {
@@ -337,7 +338,7 @@ impl Driver<'_> {
             let own = starts[expert] as usize..starts[expert + 1] as usize;
             let x = self.memory.gathered.read(own.start * width..own.end * width);
             let mut tiles = Vec::new();
-            let prepared = match self.form(own.len(), width, types) {
+            let prepared = match self.form(own.len(), width, uses.meets) {
                 Form::Tiles => {
                     tiles = TILES.take();
                     self.prepare_tiles(x, width, &mut tiles)
@@ -382,8 +383,7 @@ impl Driver<'_> {
         n: usize,
     ) {
         let pair = [matrix(&weights[0]), matrix(&weights[1])];
-        let shape = (out.cols, pair[0].cols(), Types::of(pair.map(|w| w.dtype())));
-        self.shares(uses, shape, (piece, n), |share| {
+        self.shares(uses, (out.cols, pair[0].cols()), (piece, n), |share| {
             let put = |row: usize, column: usize, values: &[f32]| {
                 let (at, values) = share.clip(row, column, values);
                 let at = out.at + at;
@@ -396,8 +396,7 @@ impl Driver<'_> {
 
     fn down(&self, down: &CpuWeight, uses: &Uses, hidden: usize, piece: usize, n: usize) {
         let down = matrix(down);
-        let shape = (hidden, down.cols(), Types::of([down.dtype()]));
-        self.shares(uses, shape, (piece, n), |share| {
+        self.shares(uses, (hidden, down.cols()), (piece, n), |share| {
             let put = |row: usize, column: usize, values: &[f32]| {
                 let (at, values) = share.clip(row, column, values);
                 let out = self.memory.products.write(at..at + values.len());

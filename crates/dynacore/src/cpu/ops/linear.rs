@@ -53,28 +53,35 @@ pub enum Form {
     Tiles,
 }
 
-/// Types of weights that are multiplied with the same prepared rows.
+/// What prepared rows meet: the types of weights they are multiplied with, and whether that must be as whole records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Types(u16);
+pub struct Meets {
+    /// A bit for each, by slot.
+    types: u16,
+    whole: bool,
+}
 
-impl Types {
-    /// These.
-    pub fn of(types: impl IntoIterator<Item = DType>) -> Types {
-        Types(types.into_iter().fold(0, |set, dtype| set | 1 << slot(dtype)))
+impl Meets {
+    /// Weights of these types; `whole`: [`Form::Short`] would be too coarse.
+    pub fn of(whole: bool, types: impl IntoIterator<Item = DType>) -> Meets {
+        Meets {
+            types: types.into_iter().fold(0, |set, dtype| set | 1 << slot(dtype)),
+            whole,
+        }
     }
 
     /// The largest of the types' values.
     fn most(self, value: impl Fn(DType) -> usize) -> usize {
-        let of = |dtype: &DType| self.0 & 1 << slot(*dtype) != 0;
+        let of = |dtype: &DType| self.types & 1 << slot(*dtype) != 0;
         let values = DType::WEIGHTS.into_iter().filter(of).map(value);
         values.max().unwrap_or(0)
     }
 }
 
-/// The form that products of `n` rows of `cols` values with weights of these types are fastest from, for `auto` mode.
-pub fn form(table: &KernelTable, n: usize, cols: usize, types: Types) -> Form {
+/// The form that products of `n` rows of `cols` values that meet these weights are fastest from, for `auto` mode.
+pub fn form(table: &KernelTable, n: usize, cols: usize, meets: Meets) -> Form {
     let groups = cols > 0 && cols.is_multiple_of(GROUP);
-    let tiles_from = types.most(|dtype| match dtype {
+    let tiles_from = meets.most(|dtype| match dtype {
         // They read x itself.
         DType::F32 => 0,
         DType::F16 | DType::Bf16 => TILES_FROM.0,
@@ -83,14 +90,18 @@ pub fn form(table: &KernelTable, n: usize, cols: usize, types: Types) -> Form {
     if groups && has_tiles(table) && n >= tiles_from {
         Form::Tiles
     } else {
-        row_form(table, n, cols, types)
+        row_form(table, n, cols, meets)
     }
 }
 
 /// As [`form`], of the forms that stand row by row.
-pub fn row_form(table: &KernelTable, n: usize, cols: usize, types: Types) -> Form {
+pub fn row_form(table: &KernelTable, n: usize, cols: usize, meets: Meets) -> Form {
     match &table.short {
-        Some(short) if cols.is_multiple_of(GROUP) && n >= types.most(|t| short.from[slot(t)]) => Form::Short,
+        Some(short)
+            if !meets.whole && cols.is_multiple_of(GROUP) && n >= meets.most(|t| short.from[slot(t)]) =>
+        {
+            Form::Short
+        }
         _ => Form::Records,
     }
 }

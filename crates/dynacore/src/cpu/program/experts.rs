@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use dynair::{Activation, DType, RouterSpec, Step};
 
-use super::{CpuWeight, ExpertPhase, Lowering, Phase, Val, invalid, typed_value, types};
+use super::{CpuWeight, ExpertPhase, Lowering, Phase, Val, invalid, meets, typed_value};
 use crate::cpu::ops::experts::Uses;
-use crate::cpu::ops::linear::Types;
+use crate::cpu::ops::linear::Meets;
 use crate::error::Result;
 
 impl Lowering<'_> {
@@ -48,8 +48,8 @@ impl Lowering<'_> {
         Ok((weight, experts, rows / experts))
     }
 
-    /// The ids that input 1 holds, for weights of `experts` experts; rows are grouped by them from here on.
-    fn uses(&mut self, step: &Step, experts: usize) -> Result<Uses> {
+    /// The ids that input 1 holds, for weights of `experts` experts that rows meet so; rows are grouped by them from here on.
+    fn uses(&mut self, step: &Step, experts: usize, meets: Meets) -> Result<Uses> {
         let ids = match step.inputs.get(1) {
             Some(ids) => typed_value(self.plan, ids, DType::I32, &step.label)?,
             None => return Err(invalid(&step.label, "input 1 is missing")),
@@ -66,20 +66,20 @@ impl Lowering<'_> {
             experts,
             used: ids.width,
             rows: ids.rows,
+            meets,
         })
     }
 
     /// The rows of `x`, by expert.
-    fn gather(&mut self, step: &Step, x: Val, uses: Uses, each: usize, types: Types) {
-        let phase = ExpertPhase::Gather { x, uses, each, types };
-        self.push(step, Phase::Experts(phase));
+    fn gather(&mut self, step: &Step, x: Val, uses: Uses, each: usize) {
+        self.push(step, Phase::Experts(ExpertPhase::Gather { x, uses, each }));
     }
 
     pub(super) fn expert_glu(&mut self, step: &Step, act: Activation) -> Result<()> {
         let (x, out) = (self.val(step, 0)?, self.out(step, 0)?);
         let (gate, experts, inner) = self.stacked(step, 2, x.cols)?;
         let (up, up_experts, up_inner) = self.stacked(step, 3, x.cols)?;
-        let uses = self.uses(step, experts)?;
+        let uses = self.uses(step, experts, meets(self.whole, [&gate, &up]))?;
         let fits = (experts, inner) == (up_experts, up_inner)
             && x.width == x.cols
             && x.rows == uses.rows
@@ -90,7 +90,7 @@ impl Lowering<'_> {
                 format!("gate of {experts} times {inner} rows, up of {up_experts} times {up_inner}, {out:?}");
             return Err(invalid(&step.label, detail));
         }
-        self.gather(step, x, uses, uses.used, types([&gate, &up]));
+        self.gather(step, x, uses, uses.used);
         let phase = ExpertPhase::Glu {
             weights: [gate, up],
             act,
@@ -104,7 +104,7 @@ impl Lowering<'_> {
     pub(super) fn expert_down(&mut self, step: &Step) -> Result<()> {
         let (h, weights, out) = (self.val(step, 0)?, self.val(step, 2)?, self.out(step, 0)?);
         let (down, experts, hidden) = self.stacked(step, 3, h.cols)?;
-        let uses = self.uses(step, experts)?;
+        let uses = self.uses(step, experts, meets(self.whole, [&down]))?;
         let fits = h.rows == uses.rows
             && h.width == uses.used * h.cols
             && (weights.rows, weights.width) == (uses.rows, uses.used)
@@ -113,7 +113,7 @@ impl Lowering<'_> {
             let detail = format!("down of {experts} times {hidden} rows, {h:?}, {weights:?}, {out:?}");
             return Err(invalid(&step.label, detail));
         }
-        self.gather(step, h, uses, 1, types([&down]));
+        self.gather(step, h, uses, 1);
         let phase = ExpertPhase::Down { down, uses, hidden };
         self.push(step, Phase::Experts(phase));
         self.push(step, Phase::Experts(ExpertPhase::Combine { uses, weights, out }));

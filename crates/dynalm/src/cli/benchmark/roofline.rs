@@ -8,9 +8,10 @@ use std::time::Instant;
 
 use dynacore::cpu::Mode;
 use dynacore::cpu::isa::Isa;
-use dynacore::cpu::ops::linear::{self, Form, Types};
+use dynacore::cpu::ops::linear::{self, Form, Meets};
 use dynacore::cpu::peak::Peak;
 use dynacore::cpu::table::KernelTable;
+use dynacore::cpu::whole_products;
 use dynacore::{Device, PhaseTime};
 use dynair::plan::{Cost, StepSize};
 use dynair::{DType, FusedOp, Operand, Plan, Step, ValueType};
@@ -84,7 +85,7 @@ struct Kernels {
 
 impl Kernels {
     /// The arithmetic of a step of `plan` at `size`.
-    fn arithmetic(&self, plan: &Plan, step: &Step, size: &StepSize) -> Arithmetic {
+    fn arithmetic(&self, plan: &Plan, (step, whole): (&Step, bool), size: &StepSize) -> Arithmetic {
         let tensor = |o: &Operand| match plan.operand_type(o) {
             Some(ValueType::Tensor(t)) => Some(t),
             _ => None,
@@ -101,7 +102,10 @@ impl Kernels {
         };
         let rows = x.shape.rows().bind(size.tokens, size.outputs);
         let form = match self.mode {
-            Mode::Auto => linear::form(self.table, rows, x.shape.row_elements(), Types::of(types.clone())),
+            Mode::Auto => {
+                let meets = Meets::of(whole, types.clone());
+                linear::form(self.table, rows, x.shape.row_elements(), meets)
+            }
             _ => Form::Records,
         };
         let quantised = self.integer && types.any(|t| matches!(t, DType::Quant(_)));
@@ -178,7 +182,7 @@ fn steps_of<'a>(plan: &[&str], labels: impl Iterator<Item = &'a str>) -> Vec<Opt
 fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], kernels: Kernels) -> Vec<Op> {
     let mut ops: Vec<Op> = Vec::new();
     let mut at_step = Vec::new();
-    for step in &plan.steps {
+    for (step, whole) in plan.steps.iter().zip(whole_products(plan)) {
         let (name, kind) = (over_layers(&step.label), step.op.name());
         let at = ops.iter().position(|op| op.name == name && op.kind == kind);
         let at = at.unwrap_or_else(|| {
@@ -193,7 +197,7 @@ fn ops(plan: &Plan, size: &StepSize, phases: &[PhaseTime], kernels: Kernels) -> 
         let op = &mut ops[at];
         op.steps += 1;
         op.cost = op.cost + step.cost(plan, size);
-        op.arithmetic = kernels.arithmetic(plan, step, size);
+        op.arithmetic = kernels.arithmetic(plan, (step, whole), size);
     }
     let labels: Vec<&str> = plan.steps.iter().map(|s| &*s.label).collect();
     let times = divide(phases);
