@@ -75,11 +75,11 @@ pub fn tile_cases() -> Vec<Case> {
             all.push(from(Form::Tiles, linear(dtype, n, k, m, Values::Normal)));
         }
     }
-    // Experts of 40 rows, of 16 or so, and of fewer, which have no tiles.
-    for (n, count, used) in [(40, 2, 2), (32, 4, 2)] {
-        all.extend(experts_from(Form::Tiles, n, count, used));
+    // Experts of 40 rows, of 16 or so, and of fewer, which have short records.
+    all.extend(experts_from(Form::Tiles, 40, 2, 2));
+    for (n, count, used) in [(32, 4, 2), (64, 16, 2)] {
+        all.extend(experts_from(Form::Short, n, count, used));
     }
-    all.extend(experts_from(Form::Short, 64, 16, 2));
     all.extend(attention_shapes().iter().map(wide_attention));
     // Scores of about 80: with keys of 8 bits they would be off by so much that other tokens win.
     all.push(wide_attention(&Attention {

@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use dynair::{Activation, DType};
+use dynair::{Activation, DType, QuantType};
 
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::kernels::amx;
@@ -38,9 +38,20 @@ const TOGETHER: usize = 32;
 /// Rows of activations that are prepared together as tiles.
 pub const TILE_ROWS: usize = 16;
 
-/// From this many rows on, tiles are faster than records of either kind: (f16 and bf16 weights, all others). Measured with
-/// `bench_linear`.
-const TILES_FROM: (usize, usize) = (13, 7);
+/// From how many rows on products with a type are faster from tiles than from short records, or, where these are too
+/// coarse, from whole ones. Measured with `bench_linear` by two threads.
+const fn tiles_from(dtype: DType, whole: bool) -> usize {
+    match dtype {
+        // They read x itself.
+        DType::F32 => 0,
+        DType::F16 | DType::Bf16 => 13,
+        _ if whole => 7,
+        DType::Quant(
+            QuantType::Q4_0 | QuantType::Q4_1 | QuantType::Q8_0 | QuantType::Q3K | QuantType::Q6K,
+        ) => 13,
+        _ => 9,
+    }
+}
 
 /// How rows of activations are prepared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,12 +92,7 @@ impl Meets {
 /// The form that products of `n` rows of `cols` values that meet these weights are fastest from, for `auto` mode.
 pub fn form(table: &KernelTable, n: usize, cols: usize, meets: Meets) -> Form {
     let groups = cols > 0 && cols.is_multiple_of(GROUP);
-    let tiles_from = meets.most(|dtype| match dtype {
-        // They read x itself.
-        DType::F32 => 0,
-        DType::F16 | DType::Bf16 => TILES_FROM.0,
-        _ => TILES_FROM.1,
-    });
+    let tiles_from = meets.most(|dtype| tiles_from(dtype, meets.whole));
     if groups && has_tiles(table) && n >= tiles_from {
         Form::Tiles
     } else {
