@@ -8,6 +8,8 @@
 use std::path::{Path, PathBuf};
 
 use dynacore::cpu::isa::Isa;
+use dynacore::cpu::ops::linear::{Form, has_form};
+use dynacore::cpu::table::KernelTable;
 use dynacore::cpu::{CpuDevice, CpuOptions, Mode};
 use dynacore::{KvType, Logits};
 use dynair::{BatchMeta, BlockId, BlockTables, SeqSpan, quant};
@@ -58,7 +60,7 @@ const SAFE: Tolerance = Tolerance {
     rms: 1.5e-5,
 };
 
-/// `exact`, and `auto` where the table has no tiles, keeps keys and values in f16, a relative error of up to 2^-11 each, which is nearly all there is to see (float
+/// `exact`, and `auto` where the table has nothing coarser, keeps keys and values in f16, a relative error of up to 2^-11 each, which is nearly all there is to see (float
 /// and quantised weights differ alike); activations are rounded to 15-bit codes where a kernel uses integers. The
 /// largest seen is 1.3e-2 (root mean square 3.9e-3).
 const EXACT: Tolerance = Tolerance {
@@ -69,6 +71,10 @@ const EXACT: Tolerance = Tolerance {
 /// From tiles, weights and activations have 8 significant bits: 2.4e-3 a product, of which each layer has four in a row.
 /// The largest seen is 0.20 (root mean square 0.064).
 const TILES: Tolerance = Tolerance { most: 0.3, rms: 0.09 };
+
+/// From short records, activations of inner layers have 8 bits: 5e-3 a product. The largest seen is 0.24 (root mean square
+/// 0.078).
+const SHORT: Tolerance = Tolerance { most: 0.3, rms: 0.09 };
 
 /// As `EXACT` without the roundings of the cache. The largest seen is 2.5e-3 (root mean square 5.0e-4).
 const EXPERTS: Tolerance = Tolerance {
@@ -142,14 +148,17 @@ fn log_sum_exp(row: &[f32]) -> f64 {
 }
 
 /// Type of the cache, and how near the logits must be.
-fn setting(golden: &Golden, mode: Mode, tiles: bool) -> (KvType, Tolerance) {
+fn setting(golden: &Golden, mode: Mode, isa: Isa) -> (KvType, Tolerance) {
+    let table = KernelTable::of(isa).expect("the CPU has the instruction set");
+    let auto = |form| mode == Mode::Auto && has_form(table, form);
     // A row chooses its experts by comparison: where two logits of the router are nearly alike, any rounding may choose
     // the other one, and what follows is another computation. The reference's seeds keep them apart by more than the
     // roundings of activations come to, but not by what an f16 cache adds.
     match (mode, golden.margin) {
         (Mode::Safe, _) => (KvType::F32, SAFE),
         (_, Some(_)) => (KvType::F32, EXPERTS),
-        _ if tiles => (KvType::F16, TILES),
+        _ if auto(Form::Tiles) => (KvType::F16, TILES),
+        _ if auto(Form::Short) => (KvType::F16, SHORT),
         _ => (KvType::F16, EXACT),
     }
 }
@@ -162,8 +171,7 @@ fn loaded(golden: &Golden, path: &Path, mode: Mode, isa: Isa) -> (LoadedModel, T
         isa: Some(isa.name().to_owned()),
     };
     let device = CpuDevice::new(&options).expect("a CPU");
-    let tiles = mode == Mode::Auto && isa == Isa::Amx;
-    let (kv, tolerance) = setting(golden, mode, tiles);
+    let (kv, tolerance) = setting(golden, mode, isa);
     let options = LoadOptions {
         kv,
         batch_tokens: 64,
@@ -230,8 +238,8 @@ fn compare(golden: &Golden, path: &Path, mode: Mode, isa: Isa) -> (f32, f32) {
             .row(0)
             .to_vec();
     }
-    // What tiles may change decides less in the types of two and three bits, whose logits are flat.
-    let least = if mode == Mode::Auto && isa == Isa::Amx {
+    // What coarser products may change decides less in the types of two and three bits, whose logits are flat.
+    let least = if tolerance.most > EXACT.most {
         golden.greedy.len() / 4
     } else {
         golden.greedy.len() / 2
@@ -276,7 +284,7 @@ fn family(name: &str, expected: usize) {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
             shown(Mode::Exact, isa);
         }
-        // Choices between experts do not survive tiles.
+        // Choices between experts do not survive coarser products.
         if golden.margin.is_none() {
             shown(
                 Mode::Auto,
