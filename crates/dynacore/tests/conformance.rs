@@ -76,19 +76,29 @@ fn linear() {
     check(&op_cases::linear_cases());
 }
 
-#[test]
-fn from_tiles() {
+/// Devices in `auto` mode of the tables that have tiles, or of those that have none.
+fn auto_devices(with_tiles: bool) -> Vec<CpuDevice> {
     let auto = |t: &KernelTable| CpuOptions {
         threads: Some(2),
         isa: Some(t.isa.name().into()),
         mode: Mode::Auto,
     };
-    let devices: Vec<_> = tables()
+    tables()
         .into_iter()
-        .filter(|t| tiles(t, 1000, 32))
+        .filter(|t| tiles(t, 1000, 32) == with_tiles)
         .map(|t| CpuDevice::new(&auto(t)).expect("a device can be made"))
-        .collect();
-    check_on(&devices, &op_cases::tile_cases());
+        .collect()
+}
+
+#[test]
+fn from_tiles() {
+    check_on(&auto_devices(true), &op_cases::tile_cases());
+}
+
+/// Many lines together, from vectors: no less precise than few.
+#[test]
+fn wide_attention() {
+    check_on(&auto_devices(false), &op_cases::attention_cases());
 }
 
 #[test]

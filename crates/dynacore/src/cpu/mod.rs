@@ -44,7 +44,7 @@ const ALIGNMENT: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
     /// The fastest for the step at hand, within the precision the project promises: where the table has tiles, products
-    /// of many rows are made from them.
+    /// and attention of many rows are made from them; elsewhere many rows' attention sums in another order than few's.
     #[default]
     Auto,
     /// Results independent of batch, chunking and threads, bit for bit, and the same under every SIMD table.
@@ -263,12 +263,15 @@ impl Device for CpuDevice {
 /// Holds every kernel table this CPU has against [`dynair::eval`], with the short list of cases; for `doctor`.
 pub fn self_test() -> Vec<SelfTestResult> {
     let short = crate::self_test::short();
-    let tiles = crate::self_test::short_tiles();
+    let (tiles, wide) = (crate::self_test::short_tiles(), crate::self_test::short_wide());
     let exact = table::tables().into_iter().map(|t| (t, Mode::Exact, &short));
-    let with_tiles = |t: &&KernelTable| ops::linear::tiles(t, usize::MAX, kernels::GROUP);
-    let auto = table::tables().into_iter().filter(with_tiles);
+    let with_tiles = |t: &KernelTable| ops::linear::tiles(t, usize::MAX, kernels::GROUP);
+    let auto = table::tables().into_iter().filter_map(|t| {
+        ops::attention::Many::of(t)?;
+        Some((t, Mode::Auto, if with_tiles(t) { &tiles } else { &wide }))
+    });
     let mut results = Vec::new();
-    for (table, mode, cases) in exact.chain(auto.map(|t| (t, Mode::Auto, &tiles))) {
+    for (table, mode, cases) in exact.chain(auto) {
         let isa = table.isa.name();
         match CpuDevice::new(&CpuOptions {
             threads: Some(2),
