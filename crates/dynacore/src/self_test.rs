@@ -289,6 +289,24 @@ pub fn short_from(form: Form) -> Vec<Case> {
     all
 }
 
+/// What `doctor` runs on other devices in `auto` mode, which take many lines of attention together.
+pub fn short_wide() -> Vec<Case> {
+    let of = |kind| {
+        cases::attention(&cases::Attention {
+            kind,
+            ..cases::Attention::default()
+        })
+    };
+    let kinds = [KvType::F16, KvType::F32, KvType::Q8_0].map(of);
+    kinds
+        .into_iter()
+        .map(|case| Case {
+            name: format!("{} of many lines", case.name),
+            ..case
+        })
+        .collect()
+}
+
 /// What `doctor` runs: one case of every op, in well under a second.
 pub fn short() -> Vec<Case> {
     use cases::{Experts, Values, attention, elementwise, experts, linear, norm, rope};

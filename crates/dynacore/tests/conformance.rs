@@ -96,6 +96,13 @@ fn from_tiles() {
     check_on(&devices, &op_cases::tile_cases());
 }
 
+/// Many lines together, from vectors: no less precise than few.
+#[test]
+fn wide_attention() {
+    let devices = in_auto(|t| !has_form(t, Form::Tiles));
+    check_on(&devices, &op_cases::attention_cases());
+}
+
 #[test]
 fn from_short_records() {
     let devices = in_auto(|t| has_form(t, Form::Short) && !has_form(t, Form::Tiles));

@@ -19,7 +19,7 @@ use outputs::OutputRows;
 use super::Mode;
 use super::cut::Cut;
 use super::kernels::ops::OpTable;
-use super::ops::attention::{Items, Layer, Scratch};
+use super::ops::attention::{Items, Layer, Many, Scratch};
 use super::ops::experts::{self, ExpertPhase};
 use super::ops::linear::{self, Form, Meets, Prepared};
 use super::ops::rows::Rows;
@@ -279,7 +279,7 @@ impl CpuExecutor {
     fn begin(&mut self, batch: &BatchMeta, timed: bool) -> Result<Step> {
         let inner = &self.inner;
         let workers = inner.scratch.len();
-        let wide = inner.auto && linear::has_tiles(inner.table);
+        let wide = Many::of(inner.table).filter(|_| inner.auto);
         let items: Vec<Items> = inner
             .program
             .classes

@@ -46,7 +46,8 @@ const ALIGNMENT: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
     /// The fastest for the step at hand, within the precision the project promises: products of several rows are made
-    /// from activations of 8 bits, or of many rows from tiles, where the table has kernels for them.
+    /// from activations of 8 bits, or of many rows from tiles, where the table has kernels for them; many rows' attention is
+    /// made from tiles, or sums in another order than few's.
     #[default]
     Auto,
     /// Results independent of batch, chunking and threads, bit for bit, and the same under every SIMD table.
@@ -266,13 +267,19 @@ impl Device for CpuDevice {
 pub fn self_test() -> Vec<SelfTestResult> {
     let short = crate::self_test::short();
     let forms = [Form::Short, Form::Tiles].map(|form| (form, crate::self_test::short_from(form)));
+    let wide = crate::self_test::short_wide();
     let exact = table::tables().into_iter().map(|t| (t, Mode::Exact, &short));
-    let auto = forms.iter().flat_map(|(form, cases)| {
+    let of_form = forms.iter().flat_map(|(form, cases)| {
         let tables = table::tables()
             .into_iter()
             .filter(|t| ops::linear::has_form(t, *form));
         tables.map(move |t| (t, Mode::Auto, cases))
     });
+    // From tiles attention is coarser, and among their cases.
+    let vectors =
+        |t: &&KernelTable| ops::attention::Many::of(t).is_some() && !ops::linear::has_form(t, Form::Tiles);
+    let vectors = table::tables().into_iter().filter(vectors);
+    let auto = of_form.chain(vectors.map(|t| (t, Mode::Auto, &wide)));
     let mut results = Vec::new();
     for (table, mode, cases) in exact.chain(auto) {
         let isa = table.isa.name();

@@ -7,6 +7,7 @@ use dynair::{Activation, RopeStyle};
 
 use super::generic;
 use super::generic::attention::{Chunk, ChunkOut};
+use super::generic::wide::{Panels, Scoring};
 use crate::cpu::isa::Isa;
 use crate::kv::KvType;
 
@@ -38,6 +39,16 @@ macro_rules! each_kernel {
             fn load_rows(kind: KvType, bytes: &[u8], cols: usize, stride: usize, out: &mut [f32]) = generic::kv::load_rows;
             /// Attention of a few lines over a chunk.
             fn attend(chunk: &Chunk<'_>, out: &mut ChunkOut<'_>) = generic::attention::attend;
+            /// Queries of many lines.
+            fn wide_queries(panels: &mut Panels, tile: usize, rows: &[f32], scoring: &Scoring) = generic::wide::queries;
+            /// Keys for many lines.
+            fn wide_keys(panels: &mut Panels, group: usize, rows: &[f32]) = generic::wide::keys;
+            /// Values for many lines.
+            fn wide_values(panels: &mut Panels, group: usize, rows: &[f32]) = generic::wide::values;
+            /// Attention of many lines over a chunk.
+            fn wide_chunk(panels: &mut Panels, seen: &[[i32; 2]], scoring: &Scoring) = generic::wide::chunk;
+            /// Results of many lines.
+            fn wide_finish(panels: &mut Panels, tile: usize, rows: &mut [f32]) = generic::wide::finish;
         }
     };
 }
@@ -49,7 +60,6 @@ macro_rules! define_table {
             $($name: unsafe fn($($ty),*),)*
         }
 
-        #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "tiles alone load rows"))]
         impl OpTable {
             $(
                 $(#[$doc])*

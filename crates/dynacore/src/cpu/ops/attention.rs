@@ -7,18 +7,18 @@
 //! become items of their own, their parts go to memory, and a second phase merges them in that same order. The split changes
 //! who computes, never what.
 //!
-//! Where the table has tiles of the matrix unit and the mode allows them, rows of a sequence that make up [`WIDE_FROM`]
-//! lines or more go to [`wide`], which takes many lines together, does all chunks of an item and is never split.
+//! Where the mode allows it, rows of a sequence that make up [`Many::from`] lines or more go to [`wide`], which takes many
+//! lines together, from tiles of the matrix unit or from vectors, does all chunks of an item and is never split.
 //!
 //! Cost follows each sequence's own length (or window); neither pool size nor other sequences enter.
 
-#[cfg(target_arch = "x86_64")]
 mod wide;
 
 use std::ops::Range;
 
 use dynair::{AttnSpec, BatchMeta};
 
+use crate::cpu::isa::Isa;
 use crate::cpu::kernels::generic::attention::{CHUNK, Chunk, ChunkOut, MAX_LINES, Segment, TOKEN_STEP};
 use crate::cpu::kernels::ops::OpTable;
 use crate::cpu::pool::shared::SharedMem;
@@ -29,23 +29,49 @@ use crate::cpu::table::KernelTable;
 /// A tile that costs more than this part of a worker's share of the step is split.
 const ITEMS_PER_WORKER: usize = 4;
 
-/// From this many lines of a sequence on, tiles are used. `step_profile`, SmolLM2's shape at a context of 512: 18 lines take
-/// 0.7 of the vectors' time, 24 half, 33 (which fill one block and a bit of the next) 0.8, 66 half. Fewer were not measured.
-const WIDE_FROM: usize = 16;
-
-/// Most lines of an item that is made from tiles: what is done to keys and values once is spread over them, and queries
+/// Most lines of a wide item: what is done to keys and values once is spread over them, and queries
 /// and sums stay in the second-level cache.
 const WIDE_LINES: usize = 256;
 
 /// Least, where there are more: a block.
 const WIDE_LEAST: usize = 32;
 
-/// What reading the keys and values of a chunk costs, in lines computed with them. Like [`WIDE_GAIN`] it moves work between
-/// workers and changes no result.
-const READ_LINES: usize = 4;
+/// What a line costs in a chunk. Like the other costs it moves work between workers and changes no result.
+const LINE_COST: usize = 8;
 
-/// Lines made from tiles that take about as long as one that is not.
-const WIDE_GAIN: usize = 4;
+/// What reading the keys and values of a chunk costs.
+const READ_COST: usize = 4 * LINE_COST;
+
+/// How the kernels of many lines of a table compare with those of few.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Many {
+    /// From this many lines of a sequence on they are used.
+    from: usize,
+    /// What a line costs, see [`LINE_COST`].
+    cost: usize,
+}
+
+impl Many {
+    /// `step_profile`, SmolLM2's shape at a context of 512: 18 lines take 0.7 of the time of few lines' kernels, 24 half, 33
+    /// (which fill one block and a bit of the next) 0.8, 66 half. Fewer were not measured.
+    #[cfg(target_arch = "x86_64")]
+    const TILES: Many = Many { from: 16, cost: 2 };
+
+    /// Kernels alone over 1,024 tokens, AMD Zen 4, time in those of few lines', AVX-512 and f16: with heads of 64, 128 and
+    /// 256 elements 16 lines 0.74, 0.93, 1.07, 17 lines 1.16, 1.47, 1.62 (two vectors), 24 lines 0.80, 0.99, 1.13, 32 lines
+    /// 0.63, 0.80, 0.90, 33 lines 0.86, 1.09, 1.20, 40 lines 0.67, 0.87, 0.98, 256 lines 0.58, 0.66, 0.75. Other sets and
+    /// caches are alike.
+    const VECTORS: Many = Many { from: 32, cost: 5 };
+
+    /// Of a table; none: the kernels of few lines are for all.
+    pub(crate) fn of(table: &KernelTable) -> Option<Many> {
+        #[cfg(target_arch = "x86_64")]
+        if table.tiles.is_some() {
+            return Some(Many::TILES);
+        }
+        (table.isa != Isa::Portable).then_some(Many::VECTORS)
+    }
+}
 
 /// Rows of one sequence that are computed together.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,20 +85,15 @@ struct Tile {
     chunks: Range<usize>,
     /// Where its parts lie, if it is split: the first element of its first (head, chunk) slot.
     parts: Option<usize>,
-    /// Whether it is made from tiles; it is never split then.
-    wide: bool,
+    /// Whether it goes to the kernels of many lines; it is never split then.
+    wide: Option<Many>,
 }
 
 impl Tile {
-    /// What a chunk of it costs, with `heads` query heads, in lines.
+    /// What a chunk of it costs, with `heads` query heads.
     fn chunk_cost(&self, heads: usize) -> usize {
-        let lines = self.rows.len() * heads;
-        READ_LINES
-            + if self.wide {
-                lines.div_ceil(WIDE_GAIN)
-            } else {
-                lines
-            }
+        let line = self.wide.map_or(LINE_COST, |many| many.cost);
+        READ_COST + self.rows.len() * heads * line
     }
 }
 
@@ -123,20 +144,21 @@ impl Shape {
 }
 
 impl Items {
-    /// The items of a step; `wide`: whether there are tiles.
-    pub(crate) fn new(class: &AttnClass, batch: &BatchMeta, workers: usize, wide: bool) -> Items {
+    /// The items of a step; `many`: the kernels of many lines, if they may be used.
+    pub(crate) fn new(class: &AttnClass, batch: &BatchMeta, workers: usize, many: Option<Many>) -> Items {
         let shape = Shape::of(class);
         let head_parts = class.num_kv_heads * shape.parts;
-        let is_wide = |rows: usize| wide && rows * shape.part >= WIDE_FROM;
-        let wide_rows = batch.seqs.iter().map(|s| s.rows as usize).filter(|n| is_wide(*n));
+        let wide = |rows: usize| many.filter(|many| rows * shape.part >= many.from);
+        let rows = batch.seqs.iter().map(|s| s.rows as usize);
+        let wide_rows = rows.filter(|rows| wide(*rows).is_some());
         let wide_lines =
             wide_rows.sum::<usize>() * class.num_kv_heads * shape.group / (ITEMS_PER_WORKER * workers);
         let wide_lines = (wide_lines / WIDE_LEAST * WIDE_LEAST).clamp(WIDE_LEAST, WIDE_LINES);
         let mut tiles = Vec::new();
         for (seq, span) in batch.seqs.iter().enumerate() {
             let (first, end) = (span.first_row as usize, (span.first_row + span.rows) as usize);
-            let wide = is_wide(end - first);
-            let lines = if wide { wide_lines } else { MAX_LINES };
+            let wide = wide(end - first);
+            let lines = wide.map_or(MAX_LINES, |_| wide_lines);
             let tile_rows = (lines / shape.part).max(1);
             for start in (first..end).step_by(tile_rows) {
                 let rows = start..end.min(start + tile_rows);
@@ -161,7 +183,7 @@ impl Items {
         let (mut work, mut split, mut part_elements) = (Vec::new(), Vec::new(), 0);
         for (i, tile) in tiles.iter_mut().enumerate() {
             let chunks = tile.chunks.clone();
-            let whole = workers == 1 || tile.wide || chunks.len() == 1;
+            let whole = workers == 1 || tile.wide.is_some() || chunks.len() == 1;
             if whole || chunks.len() * cost(tile) <= most {
                 work.push((i, chunks));
                 continue;
@@ -201,7 +223,6 @@ pub(crate) struct Scratch {
     rows: Vec<f32>,
     part: Parts,
     total: Parts,
-    #[cfg(target_arch = "x86_64")]
     wide: Option<wide::Memory>,
 }
 
@@ -224,10 +245,6 @@ impl Parts {
 
 impl Scratch {
     /// For heads of up to `head_dim` elements and blocks of `block_tokens`, under a table.
-    #[cfg_attr(
-        not(target_arch = "x86_64"),
-        expect(unused_variables, reason = "no other table has tiles")
-    )]
     pub(crate) fn new(head_dim: usize, block_tokens: usize, table: &KernelTable) -> Scratch {
         let stride = head_dim.next_multiple_of(16);
         Scratch {
@@ -236,7 +253,6 @@ impl Scratch {
             rows: vec![0.0; block_tokens.min(CHUNK) * stride],
             part: Parts::new(stride),
             total: Parts::new(stride),
-            #[cfg(target_arch = "x86_64")]
             wide: wide::Memory::of(table),
         }
     }
@@ -283,10 +299,9 @@ impl<'a> Layer<'a> {
         let (head_part, place) = (item / self.items.work.len(), item % self.items.work.len());
         let (tile, ref chunks) = self.items.work[place];
         let lines = self.lines(tile, head_part);
-        #[cfg(target_arch = "x86_64")]
-        if lines.tile.wide {
+        if lines.tile.wide.is_some() {
             let memory = scratch.wide.as_mut();
-            let memory = memory.expect("tiles of rows are wide only under a table with tiles");
+            let memory = memory.expect("tiles of rows are wide only under a table with kernels for it");
             return self.attend_wide(cache, q, &lines, memory);
         }
         let count = lines.heads * lines.tile.rows.len();
@@ -483,7 +498,7 @@ mod tests {
     use dynair::SeqSpan;
 
     /// Rows and tokens in all of each sequence.
-    fn items(seqs: &[(u32, u32)], workers: usize, wide: bool) -> Items {
+    fn items(seqs: &[(u32, u32)], workers: usize, many: Option<Many>) -> Items {
         let class = AttnClass {
             num_heads: 9,
             num_kv_heads: 3,
@@ -501,7 +516,7 @@ mod tests {
                 context_len,
             });
         }
-        Items::new(&class, &batch, workers, wide)
+        Items::new(&class, &batch, workers, many)
     }
 
     /// Every chunk of every tile is in one item, and parts of split tiles do not overlap.
@@ -535,8 +550,9 @@ mod tests {
         let all = steps
             .iter()
             .flat_map(|s| [1, 2, 3, 8].map(|workers| (s, workers)));
-        for ((seqs, workers), wide) in all.flat_map(|case| [(case, false), (case, true)]) {
-            let items = items(seqs, workers, wide);
+        let kinds = [None, Some(Many::VECTORS), Some(Many { from: 16, cost: 2 })];
+        for ((seqs, workers), many) in all.flat_map(|case| kinds.map(|many| (case, many))) {
+            let items = items(seqs, workers, many);
             check(&items);
             let cost = |(tile, chunks): &(usize, Range<usize>)| {
                 chunks.len() * items.tiles[*tile].chunk_cost(items.shape.part)
@@ -552,7 +568,7 @@ mod tests {
             let idle = 1.0 - all as f64 / (last * workers) as f64;
             assert!(
                 idle < 0.1,
-                "{seqs:?}, {workers} workers, wide {wide}: idle {idle:.2}"
+                "{seqs:?}, {workers} workers, {many:?}: idle {idle:.2}"
             );
             assert!(workers > 1 || items.split.is_empty(), "one worker merges nothing");
         }

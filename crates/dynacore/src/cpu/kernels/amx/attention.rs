@@ -28,31 +28,22 @@ use std::ops::Range;
 
 use super::{Line, TILE, TILE_ROWS, configure, two_by_two};
 use crate::cpu::kernels::generic::attention::CHUNK;
-use crate::cpu::kernels::simd::{Simd, avx512::Avx512, math};
+use crate::cpu::kernels::generic::wide::{
+    BLOCK, LOWEST, NEGLIGIBLE, Scoring, TILE as LINES, TOKENS, UNSEEN, Wide,
+};
+use crate::cpu::kernels::simd::{
+    Simd,
+    avx512::{Avx512, transposed},
+    math,
+};
 use crate::cpu::kernels::{GROUP, ROWS};
 use crate::cpu::table::KernelTable;
-
-/// Lines that are taken together: two tiles.
-pub(crate) const BLOCK: usize = 2 * ROWS;
-
-/// Tokens that are taken together: what a tile of weights holds.
-pub(crate) const TOKENS: usize = GROUP;
 
 /// Groups of [`TOKENS`] of a chunk.
 const GROUPS: usize = CHUNK / TOKENS;
 
-/// Below every score, far enough from the end of f32 that differences stay finite.
-const LOWEST: f32 = -1e30;
-
-/// The score of an unseen token: its distance to [`LOWEST`] vanishes as a power of two.
-const UNSEEN: f32 = -3e38;
-
-/// log2 of weights that are taken for zero. No sum of f32 holds what is so much smaller than its largest part, and numbers
-/// below the normal ones, which such weights would make of others soon, cost a hundred times as much.
-const NEGLIGIBLE: f32 = -64.0;
-
 /// The largest bf16: values beyond it become infinite.
-pub(crate) const LARGEST: f32 = f32::from_bits(0x7f7f_0000);
+const LARGEST: f32 = f32::from_bits(0x7f7f_0000);
 
 /// Tiles in memory, aligned to lines.
 #[derive(Default)]
@@ -73,18 +64,9 @@ impl Tiles {
     }
 }
 
-/// How scores become weights.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Scoring {
-    /// Multiplies q·k.
-    pub(crate) scale: f32,
-    /// Softcap of the scores.
-    pub(crate) softcap: Option<f32>,
-}
-
 /// The lines of an item and a chunk of keys and values, as tiles: a worker's own memory. There is one only where tiles
-/// may be used, see [`Wide::of`].
-pub(crate) struct Wide {
+/// may be used, see [`OnTiles::of`].
+pub(crate) struct OnTiles {
     /// Head size, rounded up to whole groups of 32.
     stride: usize,
     lines: usize,
@@ -105,11 +87,11 @@ pub(crate) struct Wide {
     sum: Vec<f32>,
 }
 
-impl Wide {
+impl OnTiles {
     /// For the kernels of a table, if it has tiles: a table is handed out only if the CPU has its instruction set and the
     /// system permits tiles.
-    pub(crate) fn of(table: &KernelTable) -> Option<Wide> {
-        table.tiles.as_ref().map(|_| Wide {
+    pub(crate) fn of(table: &KernelTable) -> Option<OnTiles> {
+        table.tiles.as_ref().map(|_| OnTiles {
             stride: 0,
             lines: 0,
             queries: Tiles::default(),
@@ -123,53 +105,16 @@ impl Wide {
         })
     }
 
-    /// Begins an item of `lines` lines (rounded up to blocks) of heads of `stride` elements, a multiple of 32.
-    ///
-    /// # Panics
-    /// If it is none.
-    pub(crate) fn begin(&mut self, lines: usize, stride: usize) {
-        assert!(stride.is_multiple_of(GROUP), "whole groups of a head");
-        let lines = lines.next_multiple_of(BLOCK);
-        (self.lines, self.stride) = (lines, stride);
-        let (wide, deep) = (lines / ROWS, stride / ROWS);
-        // Both halves of a group of 32 are tiles of their own here.
-        self.queries.resize(wide * deep);
-        self.keys.resize(CHUNK / ROWS * deep);
-        self.values.resize(deep * GROUPS);
-        self.scores.resize(2 * CHUNK / ROWS);
-        self.weights.resize(2 * GROUPS);
-        self.sums.resize(wide * deep);
-        self.sums.0.fill(Line::ZERO);
-        self.max.clear();
-        self.max.resize(lines, LOWEST);
-        self.sum.clear();
-        self.sum.resize(lines, 0.0);
-    }
-
-    /// Takes the queries of sixteen lines from line `16 * tile` on, `[16][stride]`.
-    ///
-    /// # Panics
-    /// If there are no such lines.
-    pub(crate) fn queries(&mut self, tile: usize, rows: &[f32], scoring: &Scoring) {
-        // SAFETY: a value is made only under a table with tiles.
-        unsafe { self.queries_inner(tile, rows, scoring) }
-    }
-
     /// See [`Wide::queries`].
     ///
     /// # Safety
     /// The CPU has the table's instruction set.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn queries_inner(&mut self, tile: usize, rows: &[f32], scoring: &Scoring) {
-        let factor = match scoring.softcap {
-            // The cap is of the plain scores.
-            Some(_) => scoring.scale,
-            None => scoring.scale * std::f32::consts::LOG2_E,
-        };
         let (stride, groups) = (self.stride, self.stride / GROUP);
         assert_eq!(rows.len(), ROWS * stride, "sixteen lines");
         let out = self.queries.at(tile * 2 * groups, 2 * groups);
-        let factor = _mm512_set1_ps(factor);
+        let factor = _mm512_set1_ps(scoring.factor());
         for g in 0..groups {
             let (mut high, mut low) = ([_mm512_setzero_si512(); ROWS], [_mm512_setzero_si512(); ROWS]);
             for (r, row) in rows.chunks_exact(stride).enumerate() {
@@ -181,15 +126,6 @@ impl Wide {
                 unsafe { store(transposed(lines), out.add((2 * g + half) * TILE)) };
             }
         }
-    }
-
-    /// Takes keys of group `group` of a chunk's tokens, `[32][stride]`. Unseen ones may be anything.
-    ///
-    /// # Panics
-    /// If there is no such group.
-    pub(crate) fn keys(&mut self, group: usize, rows: &[f32]) {
-        // SAFETY: a value is made only under a table with tiles.
-        unsafe { self.keys_inner(group, rows) }
     }
 
     /// See [`Wide::keys`].
@@ -214,16 +150,6 @@ impl Wide {
                 }
             }
         }
-    }
-
-    /// Takes values of group `group` of a chunk's tokens, `[32][stride]`; says whether all are finite as bf16, as they must
-    /// be: a token that some lines see meets others with a weight of zero.
-    ///
-    /// # Panics
-    /// If there is no such group.
-    pub(crate) fn values(&mut self, group: usize, rows: &[f32]) -> bool {
-        // SAFETY: a value is made only under a table with tiles.
-        unsafe { self.values_inner(group, rows) }
     }
 
     /// See [`Wide::values`].
@@ -263,16 +189,6 @@ impl Wide {
             unsafe { store(transposed(lines), out) };
         }
         _mm512_reduce_max_epi32(largest) <= LARGEST.to_bits() as i32
-    }
-
-    /// All lines meet the tokens of the chunk they see: `seen` has `start..end` of each line, counted from the chunk's
-    /// first token. Keys and values of every group of tokens any line sees have been taken.
-    ///
-    /// # Panics
-    /// If there are fewer ranges than lines.
-    pub(crate) fn chunk(&mut self, seen: &[[i32; 2]], scoring: &Scoring) {
-        // SAFETY: a value is made only under a table with tiles.
-        unsafe { self.chunk_inner(seen, scoring) }
     }
 
     /// See [`Wide::chunk`].
@@ -410,15 +326,6 @@ impl Wide {
         }
     }
 
-    /// The results of sixteen lines from line `16 * tile` on, `[16][stride]`: sums over the sums of weights.
-    ///
-    /// # Panics
-    /// If there are no such lines.
-    pub(crate) fn finish(&mut self, tile: usize, rows: &mut [f32]) {
-        // SAFETY: a value is made only under a table with tiles.
-        unsafe { self.finish_inner(tile, rows) }
-    }
-
     /// See [`Wide::finish`].
     ///
     /// # Safety
@@ -446,6 +353,60 @@ impl Wide {
     }
 }
 
+impl Wide for OnTiles {
+    fn deep(&self) -> usize {
+        GROUP
+    }
+
+    fn largest(&self) -> f32 {
+        LARGEST
+    }
+
+    fn begin(&mut self, lines: usize, stride: usize) {
+        assert!(stride.is_multiple_of(GROUP), "whole groups of a head");
+        let lines = lines.next_multiple_of(BLOCK);
+        (self.lines, self.stride) = (lines, stride);
+        let (wide, deep) = (lines / ROWS, stride / ROWS);
+        // Both halves of a group of 32 are tiles of their own here.
+        self.queries.resize(wide * deep);
+        self.keys.resize(CHUNK / ROWS * deep);
+        self.values.resize(deep * GROUPS);
+        self.scores.resize(2 * CHUNK / ROWS);
+        self.weights.resize(2 * GROUPS);
+        self.sums.resize(wide * deep);
+        self.sums.0.fill(Line::ZERO);
+        self.max.clear();
+        self.max.resize(lines, LOWEST);
+        self.sum.clear();
+        self.sum.resize(lines, 0.0);
+    }
+
+    fn queries(&mut self, tile: usize, rows: &[f32], scoring: &Scoring) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.queries_inner(tile, rows, scoring) }
+    }
+
+    fn keys(&mut self, group: usize, rows: &[f32]) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.keys_inner(group, rows) }
+    }
+
+    fn values(&mut self, group: usize, rows: &[f32]) -> bool {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.values_inner(group, rows) }
+    }
+
+    fn chunk(&mut self, seen: &[[i32; 2]], scoring: &Scoring) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.chunk_inner(seen, scoring) }
+    }
+
+    fn finish(&mut self, tile: usize, rows: &mut [f32]) {
+        // SAFETY: a value is made only under a table with tiles.
+        unsafe { self.finish_inner(tile, rows) }
+    }
+}
+
 /// Sixteen low and sixteen high values as 32 bf16 numbers in this order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
@@ -467,44 +428,6 @@ fn halves(x: &[f32; GROUP], factor: __m512) -> [__m512i; 2] {
         _mm512_sub_ps(high, widened(_mm512_extracti64x4_epi64::<1>(words))),
     ];
     [words, bf16(rest[1], rest[0])]
-}
-
-/// A matrix of 16 by 16 words, transposed.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn transposed(mut x: [__m512i; ROWS]) -> [__m512i; ROWS] {
-    // Words, pairs of words, then quarters of vectors change places.
-    for i in (0..ROWS).step_by(2) {
-        (x[i], x[i + 1]) = (
-            _mm512_unpacklo_epi32(x[i], x[i + 1]),
-            _mm512_unpackhi_epi32(x[i], x[i + 1]),
-        );
-    }
-    for i in (0..ROWS).step_by(4) {
-        let [a, b, c, d] = [x[i], x[i + 1], x[i + 2], x[i + 3]];
-        x[i] = _mm512_unpacklo_epi64(a, c);
-        x[i + 1] = _mm512_unpackhi_epi64(a, c);
-        x[i + 2] = _mm512_unpacklo_epi64(b, d);
-        x[i + 3] = _mm512_unpackhi_epi64(b, d);
-    }
-    // Now word `4 q + j` of the four rows `4 i..` stands in quarter q of `x[4 i + j]`.
-    let mut out = x;
-    for j in 0..4 {
-        let [a, b, c, d] = [x[j], x[4 + j], x[8 + j], x[12 + j]];
-        let low = [
-            _mm512_shuffle_i32x4::<0x88>(a, b),
-            _mm512_shuffle_i32x4::<0x88>(c, d),
-        ];
-        let high = [
-            _mm512_shuffle_i32x4::<0xdd>(a, b),
-            _mm512_shuffle_i32x4::<0xdd>(c, d),
-        ];
-        out[j] = _mm512_shuffle_i32x4::<0x88>(low[0], low[1]);
-        out[4 + j] = _mm512_shuffle_i32x4::<0x88>(high[0], high[1]);
-        out[8 + j] = _mm512_shuffle_i32x4::<0xdd>(low[0], low[1]);
-        out[12 + j] = _mm512_shuffle_i32x4::<0xdd>(high[0], high[1]);
-    }
-    out
 }
 
 /// Writes a tile.
@@ -651,4 +574,5 @@ unsafe fn products(keys: *const u8, queries: *const u8, groups: usize, out: [*mu
     }
 }
 
-const _: () = assert!(TILE_ROWS == ROWS && CHUNK.is_multiple_of(TOKENS));
+const _: () = assert!(TILE_ROWS == ROWS && LINES == ROWS && BLOCK == 2 * ROWS);
+const _: () = assert!(TOKENS == GROUP && CHUNK.is_multiple_of(TOKENS));

@@ -5,3 +5,4 @@ pub(crate) mod elementwise;
 pub(crate) mod kv;
 pub(crate) mod norm;
 pub(crate) mod rope;
+pub(crate) mod wide;

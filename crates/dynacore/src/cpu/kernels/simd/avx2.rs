@@ -156,4 +156,42 @@ impl Simd for Avx2 {
             _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)))
         })
     }
+    #[inline(always)]
+    fn transpose(self, x: &[f32], y: &mut [f32], strides: [usize; 2]) {
+        let mut rows = [self.splat(0.0); 8];
+        for (i, row) in rows.iter_mut().enumerate() {
+            *row = self.load(&x[i * strides[0]..]);
+        }
+        for (i, row) in op!(transposed(rows)).into_iter().enumerate() {
+            self.store(row, &mut y[i * strides[1]..]);
+        }
+    }
+}
+
+/// A matrix of 8 by 8, transposed.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn transposed(mut x: [__m256; 8]) -> [__m256; 8] {
+    // Numbers, pairs of them, then halves of vectors change places.
+    for i in (0..8).step_by(2) {
+        (x[i], x[i + 1]) = (
+            _mm256_unpacklo_ps(x[i], x[i + 1]),
+            _mm256_unpackhi_ps(x[i], x[i + 1]),
+        );
+    }
+    for i in (0..8).step_by(4) {
+        let [a, b, c, d] = [x[i], x[i + 1], x[i + 2], x[i + 3]];
+        x[i] = _mm256_shuffle_ps::<0x44>(a, c);
+        x[i + 1] = _mm256_shuffle_ps::<0xee>(a, c);
+        x[i + 2] = _mm256_shuffle_ps::<0x44>(b, d);
+        x[i + 3] = _mm256_shuffle_ps::<0xee>(b, d);
+    }
+    // Now number `4 q + j` of the four rows `4 i..` stands in half q of `x[4 i + j]`.
+    for j in 0..4 {
+        (x[j], x[4 + j]) = (
+            _mm256_permute2f128_ps::<0x20>(x[j], x[4 + j]),
+            _mm256_permute2f128_ps::<0x31>(x[j], x[4 + j]),
+        );
+    }
+    x
 }

@@ -159,4 +159,52 @@ impl Simd for Avx512 {
     fn largest(self, v: __m512) -> f32 {
         op!(_mm512_reduce_max_ps(v))
     }
+    #[inline(always)]
+    fn transpose(self, x: &[f32], y: &mut [f32], strides: [usize; 2]) {
+        let mut rows = [op!(_mm512_setzero_si512()); 16];
+        for (i, row) in rows.iter_mut().enumerate() {
+            *row = op!(_mm512_castps_si512(self.load(&x[i * strides[0]..])));
+        }
+        for (i, row) in op!(transposed(rows)).into_iter().enumerate() {
+            self.store(op!(_mm512_castsi512_ps(row)), &mut y[i * strides[1]..]);
+        }
+    }
+}
+
+/// A matrix of 16 by 16 words, transposed.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn transposed(mut x: [__m512i; 16]) -> [__m512i; 16] {
+    // Words, pairs of words, then quarters of vectors change places.
+    for i in (0..16).step_by(2) {
+        (x[i], x[i + 1]) = (
+            _mm512_unpacklo_epi32(x[i], x[i + 1]),
+            _mm512_unpackhi_epi32(x[i], x[i + 1]),
+        );
+    }
+    for i in (0..16).step_by(4) {
+        let [a, b, c, d] = [x[i], x[i + 1], x[i + 2], x[i + 3]];
+        x[i] = _mm512_unpacklo_epi64(a, c);
+        x[i + 1] = _mm512_unpackhi_epi64(a, c);
+        x[i + 2] = _mm512_unpacklo_epi64(b, d);
+        x[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    // Now word `4 q + j` of the four rows `4 i..` stands in quarter q of `x[4 i + j]`.
+    let mut out = x;
+    for j in 0..4 {
+        let [a, b, c, d] = [x[j], x[4 + j], x[8 + j], x[12 + j]];
+        let low = [
+            _mm512_shuffle_i32x4::<0x88>(a, b),
+            _mm512_shuffle_i32x4::<0x88>(c, d),
+        ];
+        let high = [
+            _mm512_shuffle_i32x4::<0xdd>(a, b),
+            _mm512_shuffle_i32x4::<0xdd>(c, d),
+        ];
+        out[j] = _mm512_shuffle_i32x4::<0x88>(low[0], low[1]);
+        out[4 + j] = _mm512_shuffle_i32x4::<0x88>(high[0], high[1]);
+        out[8 + j] = _mm512_shuffle_i32x4::<0xdd>(low[0], low[1]);
+        out[12 + j] = _mm512_shuffle_i32x4::<0xdd>(high[0], high[1]);
+    }
+    out
 }

@@ -80,6 +80,17 @@ pub(crate) trait Simd: Copy {
     /// Largest lane.
     fn largest(self, v: Self::V) -> f32;
 
+    /// A square of `LANES` rows of `LANES` elements, its rows made columns; `strides` are the distances of the rows of `x`
+    /// and of those of `y`.
+    #[inline(always)]
+    fn transpose(self, x: &[f32], y: &mut [f32], strides: [usize; 2]) {
+        for (i, x) in x.chunks(strides[0]).take(Self::LANES).enumerate() {
+            for (j, x) in x[..Self::LANES].iter().enumerate() {
+                y[j * strides[1] + i] = *x;
+            }
+        }
+    }
+
     /// Up to `LANES` elements, the missing ones `fill`.
     #[inline(always)]
     fn load_part(self, x: &[f32], fill: f32) -> Self::V {

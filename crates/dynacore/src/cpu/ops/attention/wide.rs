@@ -1,44 +1,101 @@
-//! Attention of many lines of a sequence from tiles; see [`crate::cpu::kernels::amx::attention`].
+//! Attention of many lines of a sequence, from vectors ([`crate::cpu::kernels::generic::wide`]) or tiles of the matrix
+//! unit.
 
 use super::{Layer, Lines};
-use crate::cpu::kernels::ROWS;
-use crate::cpu::kernels::amx::attention::{BLOCK, LARGEST, Scoring, TOKENS, Wide};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::kernels::amx::attention::OnTiles;
 use crate::cpu::kernels::generic::attention::CHUNK;
+use crate::cpu::kernels::generic::wide::{BLOCK, PANEL, Panels, Scoring, TILE, TOKENS, Wide};
+use crate::cpu::kernels::ops::OpTable;
 use crate::cpu::storage::CpuCache;
 use crate::cpu::table::KernelTable;
 
 /// A worker's own memory.
 pub(super) struct Memory {
-    tiles: Wide,
-    /// Rows of the cache, of queries or of results, `[32][stride]`.
+    kernels: Box<dyn Wide>,
+    /// Rows of the cache, of queries or of results, `[TOKENS][stride]`.
     rows: Vec<f32>,
     /// `start..end` of each line.
     seen: Vec<[i32; 2]>,
 }
 
 impl Memory {
-    /// If the table has tiles.
+    /// For the kernels of a table, if it has any for many lines.
     pub(super) fn of(table: &KernelTable) -> Option<Memory> {
-        Wide::of(table).map(|tiles| Memory {
-            tiles,
+        Some(Memory {
+            kernels: kernels(table)?,
             rows: Vec::new(),
             seen: Vec::new(),
         })
     }
 }
 
+/// A table's kernels of many lines.
+fn kernels(table: &KernelTable) -> Option<Box<dyn Wide>> {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(tiles) = OnTiles::of(table) {
+        return Some(Box::new(tiles));
+    }
+    super::Many::of(table)?;
+    Some(Box::new(OnVectors {
+        table: OpTable::of(table.isa)?,
+        panels: Panels::default(),
+    }))
+}
+
+/// The kernels of vectors.
+struct OnVectors {
+    table: &'static OpTable,
+    panels: Panels,
+}
+
+impl Wide for OnVectors {
+    fn deep(&self) -> usize {
+        PANEL
+    }
+
+    fn largest(&self) -> f32 {
+        f32::MAX
+    }
+
+    fn begin(&mut self, lines: usize, stride: usize) {
+        self.panels.begin(lines, stride);
+    }
+
+    fn queries(&mut self, tile: usize, rows: &[f32], scoring: &Scoring) {
+        self.table.wide_queries(&mut self.panels, tile, rows, scoring);
+    }
+
+    fn keys(&mut self, group: usize, rows: &[f32]) {
+        self.table.wide_keys(&mut self.panels, group, rows);
+    }
+
+    fn values(&mut self, group: usize, rows: &[f32]) -> bool {
+        self.table.wide_values(&mut self.panels, group, rows);
+        self.panels.finite()
+    }
+
+    fn chunk(&mut self, seen: &[[i32; 2]], scoring: &Scoring) {
+        self.table.wide_chunk(&mut self.panels, seen, scoring);
+    }
+
+    fn finish(&mut self, tile: usize, rows: &mut [f32]) {
+        self.table.wide_finish(&mut self.panels, tile, rows);
+    }
+}
+
 /// Takes a group's values. Tokens whose values are not finite, a bit each, are taken as zeros: with a weight of zero they
 /// would spoil lines that do not see them. Keys that are no numbers spoil those that do.
-fn take_values(tiles: &mut Wide, group: usize, stride: usize, rows: &mut [f32]) -> u32 {
+fn take_values(kernels: &mut dyn Wide, group: usize, stride: usize, rows: &mut [f32]) -> u32 {
     let mut broken = 0;
-    if !tiles.values(group, rows) {
+    if !kernels.values(group, rows) {
         for (token, row) in rows.chunks_exact_mut(stride).enumerate() {
-            if !row.iter().all(|v| v.abs() <= LARGEST) {
+            if !row.iter().all(|v| v.abs() <= kernels.largest()) {
                 broken |= 1 << token;
                 row.fill(0.0);
             }
         }
-        tiles.values(group, rows);
+        kernels.values(group, rows);
     }
     broken
 }
@@ -49,8 +106,9 @@ const PIECE: usize = 16;
 impl Layer<'_> {
     /// All chunks of an item.
     pub(super) fn attend_wide(&self, cache: &CpuCache, q: usize, lines: &Lines<'_>, memory: &mut Memory) {
-        let Memory { tiles, rows, seen } = memory;
-        let stride = self.spec.head_dim.next_multiple_of(TOKENS);
+        let Memory { kernels, rows, seen } = memory;
+        let kernels = kernels.as_mut();
+        let stride = self.spec.head_dim.next_multiple_of(kernels.deep());
         let count = lines.heads * lines.tile.rows.len();
         let scoring = Scoring {
             scale: self.spec.scale,
@@ -58,11 +116,11 @@ impl Layer<'_> {
         };
         rows.clear();
         rows.resize(TOKENS * stride, 0.0);
-        tiles.begin(count, stride);
-        for tile in 0..count.next_multiple_of(BLOCK) / ROWS {
-            let rows = &mut rows[..ROWS * stride];
-            self.load_lines(lines, q, tile * ROWS..count, stride, rows);
-            tiles.queries(tile, rows, &scoring);
+        kernels.begin(count, stride);
+        for tile in 0..count.next_multiple_of(BLOCK) / TILE {
+            let rows = &mut rows[..TILE * stride];
+            self.load_lines(lines, q, tile * TILE..count, stride, rows);
+            kernels.queries(tile, rows, &scoring);
         }
         for chunk in lines.tile.chunks.clone() {
             seen.clear();
@@ -85,21 +143,21 @@ impl Layer<'_> {
                     stride,
                     rows,
                 );
-                let broken = take_values(tiles, group, stride, rows);
+                let broken = take_values(kernels, group, stride, rows);
                 self.load_tokens(cache, lines, chunk, group, low..high, 0, stride, rows);
                 for (token, row) in rows.chunks_exact_mut(stride).enumerate() {
                     if broken >> token & 1 == 1 {
                         row.fill(f32::NAN);
                     }
                 }
-                tiles.keys(group, rows);
+                kernels.keys(group, rows);
             }
-            tiles.chunk(seen, &scoring);
+            kernels.chunk(seen, &scoring);
         }
-        for tile in 0..count.div_ceil(ROWS) {
-            let rows = &mut rows[..ROWS * stride];
-            tiles.finish(tile, rows);
-            let lines_of = tile * ROWS..count.min((tile + 1) * ROWS);
+        for tile in 0..count.div_ceil(TILE) {
+            let rows = &mut rows[..TILE * stride];
+            kernels.finish(tile, rows);
+            let lines_of = tile * TILE..count.min((tile + 1) * TILE);
             for (line, row) in lines_of.zip(rows.chunks_exact(stride)) {
                 let at = self.out + self.element(lines, line);
                 let out = self.arena.write(at..at + self.spec.head_dim);
