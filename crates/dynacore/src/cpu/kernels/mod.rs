@@ -125,6 +125,23 @@ pub(crate) struct GroupArgs<'a> {
 /// `acc.len() * cols / 32` records.
 pub(crate) type GroupFn = unsafe fn(args: &GroupArgs<'_>, acc: &mut [[f32; ROWS]]);
 
+/// Asks for the line at `p`, which need not exist.
+#[inline(always)]
+pub(crate) fn prefetch(p: *const u8) {
+    // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+    }
+    // SAFETY: a prefetch of any address is harmless, and every AArch64 has the instruction.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{p}]", p = in(reg) p.addr(), options(nomem, nostack, preserves_flags));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = p;
+}
+
 /// Where the parts of a checkpoint's block lie, and where they go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Geometry {

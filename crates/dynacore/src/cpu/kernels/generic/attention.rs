@@ -9,6 +9,7 @@
 //! with exact zeros for unseen tokens; acc adds tokens one after another and never touches an unseen one.
 
 use crate::cpu::kernels::generic::kv::load_rows;
+use crate::cpu::kernels::prefetch;
 use crate::cpu::kernels::simd::{Simd, math};
 use crate::kv::KvType;
 
@@ -103,13 +104,31 @@ impl Rows<'_> {
 /// Few lines read binary16 as it is; more lines than this decode a segment once and share it.
 const DIRECT_LINES: usize = 4;
 
+/// Segments that are asked for before their use: a block of keys of one head is too short for the hardware to notice that
+/// it is read in order, and neighbours in time are none in memory.
+const AHEAD: usize = 3;
+
+/// Asks for the memory of segment `i` of all keys and then all values, if there is one.
+#[inline(always)]
+fn ask_for(segments: &[Segment<'_>], i: usize) {
+    let keys = segments.get(i).map(|s| s.k);
+    let values = || segments.get(i.checked_sub(segments.len())?).map(|s| s.v);
+    for line in keys.or_else(values).unwrap_or(&[]).chunks(64) {
+        prefetch(line.as_ptr());
+    }
+}
+
 /// See the module's docs.
 #[inline(always)]
 pub(crate) fn attend<S: Simd>(s: S, c: &Chunk<'_>, out: &mut ChunkOut<'_>) {
     let lines = c.seen.len();
     assert!(lines <= MAX_LINES && c.q.len() >= lines * c.stride && c.stride.is_multiple_of(16));
     assert!(out.scores.len() >= lines * CHUNK && out.acc.len() >= lines * c.stride);
-    for segment in c.segments {
+    for i in 0..AHEAD {
+        ask_for(c.segments, i);
+    }
+    for (i, segment) in c.segments.iter().enumerate() {
+        ask_for(c.segments, i + AHEAD);
         assert!(segment.first + segment.tokens <= CHUNK && segment.tokens.is_multiple_of(TOKEN_STEP));
         let (rows, width) = decode(s, c, segment.k, segment.tokens, out.rows, lines);
         rows.check(segment.tokens, width);
@@ -123,7 +142,8 @@ pub(crate) fn attend<S: Simd>(s: S, c: &Chunk<'_>, out: &mut ChunkOut<'_>) {
         (out.max[line], out.sum[line]) = softmax(s, c, scores, start, end);
     }
     out.acc[..lines * c.stride].fill(0.0);
-    for segment in c.segments {
+    for (i, segment) in c.segments.iter().enumerate() {
+        ask_for(c.segments, c.segments.len() + i + AHEAD);
         let (rows, width) = decode(s, c, segment.v, segment.tokens, out.rows, lines);
         rows.check(segment.tokens, width);
         match rows {
