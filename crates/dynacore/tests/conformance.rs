@@ -3,6 +3,7 @@
 //! Tolerances and their reasons stand with the cases. A case that fails is named with its error; all of them are run
 //! before the test ends.
 
+use dynacore::cpu::isa::Isa;
 use dynacore::cpu::ops::linear::tiles;
 use dynacore::cpu::table::{KernelTable, tables};
 use dynacore::cpu::{CpuDevice, CpuOptions, Mode};
@@ -76,7 +77,7 @@ fn linear() {
     check(&op_cases::linear_cases());
 }
 
-/// Devices in `auto` mode of the tables that have tiles, or of those that have none.
+/// Devices in `auto` mode of the tables that have tiles, or of those of vectors that have none.
 fn auto_devices(with_tiles: bool) -> Vec<CpuDevice> {
     let auto = |t: &KernelTable| CpuOptions {
         threads: Some(2),
@@ -85,7 +86,7 @@ fn auto_devices(with_tiles: bool) -> Vec<CpuDevice> {
     };
     tables()
         .into_iter()
-        .filter(|t| tiles(t, 1000, 32) == with_tiles)
+        .filter(|t| t.isa != Isa::Portable && tiles(t, 1000, 32) == with_tiles)
         .map(|t| CpuDevice::new(&auto(t)).expect("a device can be made"))
         .collect()
 }
