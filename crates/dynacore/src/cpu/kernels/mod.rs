@@ -86,12 +86,14 @@ pub(crate) const AT_CODE_SUM: usize = 80;
 pub(crate) const AT_HALF_CODE_SUMS: usize = 84;
 
 /// The largest code of an activation in a short record.
+#[cfg(any(target_arch = "x86_64", test))]
 pub(crate) const SHORT_CODE_MAX: f32 = 127.0;
 
 /// Bytes of a short record: 32 i8 codes in order, then the fields of [`short`]. A line, so that none crosses two.
 pub(crate) const SHORT_RECORD: usize = 64;
 
 /// Where the fields of a short record stand.
+#[cfg(any(target_arch = "x86_64", test))]
 pub(crate) mod short {
     /// f32: the scale a.
     pub(crate) const AT_SCALE: usize = 32;

@@ -6,9 +6,10 @@
 //! would overflow.
 
 use crate::cpu::kernels::{
-    AT_CODE_SUM, AT_HALF_CODE_SUMS, AT_HALF_SUMS, AT_SCALE, AT_SUM, CODE_MAX, GROUP, RECORD, SHORT_CODE_MAX,
-    SHORT_RECORD, short,
+    AT_CODE_SUM, AT_HALF_CODE_SUMS, AT_HALF_SUMS, AT_SCALE, AT_SUM, CODE_MAX, GROUP, RECORD,
 };
+#[cfg(any(target_arch = "x86_64", test))]
+use crate::cpu::kernels::{SHORT_CODE_MAX, SHORT_RECORD, short};
 
 /// How the codes of a group stand in its record. The rest of a record is the same in all forms.
 pub(crate) trait CodeForm {
@@ -71,6 +72,7 @@ pub(crate) fn row<C: CodeForm>(x: &[f32], records: &mut [u8]) {
 ///
 /// # Panics
 /// As [`row`].
+#[cfg(any(target_arch = "x86_64", test))]
 #[inline(always)]
 pub(crate) fn short_row(x: &[f32], records: &mut [u8]) {
     let (groups, rest) = x.as_chunks::<GROUP>();
@@ -142,6 +144,7 @@ fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
     put(RECORD - 4, 0);
 }
 
+#[cfg(any(target_arch = "x86_64", test))]
 #[inline(always)]
 fn short_group(x: &[f32; GROUP], record: &mut [u8; SHORT_RECORD]) {
     let Codes { scale, codes, halves } = codes(x, SHORT_CODE_MAX);
