@@ -17,7 +17,8 @@ use dynair::{
 };
 
 use crate::buffer::WeightBytes;
-use crate::cpu::ops::linear::Form;
+use crate::cpu::ops::linear::{self, Form, Meets};
+use crate::cpu::table::KernelTable;
 use crate::device::{Device, Executor, Logits, weight_usage};
 use crate::error::Result;
 use crate::kv::{KvGeometry, KvType};
@@ -276,12 +277,17 @@ pub fn geometry(graph: &Graph, kind: KvType, block_tokens: usize, blocks: usize)
     }
 }
 
-/// What `doctor` runs on devices in `auto` mode that make products of several rows from this form.
-pub fn short_from(form: Form) -> Vec<Case> {
-    let rows = if form == Form::Tiles { 20 } else { 5 };
-    let mut all: Vec<Case> = DType::WEIGHTS
+/// What `doctor` runs on devices in `auto` mode for what they make from this form: few rows and many, of each type as far as
+/// the table takes the form for it.
+pub fn short_from(table: &KernelTable, form: Form) -> Vec<Case> {
+    let shapes = [5, 20, 40].map(|rows| DType::WEIGHTS.map(|dtype| (rows, dtype)));
+    let taken =
+        |(rows, dtype): &(usize, DType)| linear::form(table, *rows, 256, Meets::of(false, [*dtype])) == form;
+    let mut all: Vec<Case> = shapes
         .into_iter()
-        .map(|dtype| cases::from(form, cases::linear(dtype, rows, 256, 48, cases::Values::Normal)))
+        .flatten()
+        .filter(taken)
+        .map(|(rows, dtype)| cases::from(form, cases::linear(dtype, rows, 256, 48, cases::Values::Normal)))
         .collect();
     if form == Form::Tiles {
         all.push(cases::wide_attention(&cases::Attention::default()));

@@ -266,20 +266,21 @@ impl Device for CpuDevice {
 /// Holds every kernel table this CPU has against [`dynair::eval`], with the short list of cases; for `doctor`.
 pub fn self_test() -> Vec<SelfTestResult> {
     let short = crate::self_test::short();
-    let forms = [Form::Short, Form::Tiles].map(|form| (form, crate::self_test::short_from(form)));
     let wide = crate::self_test::short_wide();
-    let exact = table::tables().into_iter().map(|t| (t, Mode::Exact, &short));
-    let of_form = forms.iter().flat_map(|(form, cases)| {
+    let exact = table::tables()
+        .into_iter()
+        .map(|t| (t, Mode::Exact, short.clone()));
+    let of_form = [Form::Short, Form::Tiles].into_iter().flat_map(|form| {
         let tables = table::tables()
             .into_iter()
-            .filter(|t| ops::linear::has_form(t, *form));
-        tables.map(move |t| (t, Mode::Auto, cases))
+            .filter(move |t| ops::linear::has_form(t, form));
+        tables.map(move |t| (t, Mode::Auto, crate::self_test::short_from(t, form)))
     });
     // From tiles attention is coarser, and among their cases.
     let vectors =
         |t: &&KernelTable| ops::attention::Many::of(t).is_some() && !ops::linear::has_form(t, Form::Tiles);
     let vectors = table::tables().into_iter().filter(vectors);
-    let auto = of_form.chain(vectors.map(|t| (t, Mode::Auto, &wide)));
+    let auto = of_form.chain(vectors.map(|t| (t, Mode::Auto, wide.clone())));
     let mut results = Vec::new();
     for (table, mode, cases) in exact.chain(auto) {
         let isa = table.isa.name();

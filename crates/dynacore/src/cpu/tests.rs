@@ -254,7 +254,7 @@ fn the_decoder_is_what_the_evaluator_says() {
     );
 }
 
-/// Tiles are chosen by the number of rows of a step; who computes them changes nothing.
+/// Forms and kernels are chosen by the number of rows of a step, or of an expert; who computes them changes nothing.
 #[test]
 fn in_auto_mode_the_number_of_workers_changes_no_bit() {
     let mut rng = Rng::new(6);
@@ -270,12 +270,24 @@ fn in_auto_mode_the_number_of_workers_changes_no_bit() {
         vec![(0, 152)],
         vec![(0, 1)],
     ];
-    for isa in isas() {
-        let model = Model::new(&Decoder::small(), KvType::F16);
+    // The first and the last layer have products of one form only.
+    let plain = Decoder {
+        layers: 3,
+        ..Decoder::small()
+    };
+    let experts = Decoder {
+        experts: Some((4, 2)),
+        ..plain.clone()
+    };
+    for (isa, decoder) in isas()
+        .into_iter()
+        .flat_map(|isa| [(isa, &plain), (isa, &experts)])
+    {
+        let model = Model::new(decoder, KvType::F16);
         let truth = model.run(&device_in(Mode::Auto, isa, 1), &seqs, &schedule, 1);
         for threads in [2, 3, 5] {
             let found = model.run(&device_in(Mode::Auto, isa, threads), &seqs, &schedule, 2);
-            assert!(found == truth, "{isa} {threads}");
+            assert!(found == truth, "{isa} {threads} {:?}", decoder.experts);
         }
     }
 }

@@ -72,6 +72,8 @@ pub struct Meets {
     whole: bool,
 }
 
+const _: () = assert!(DType::WEIGHTS.len() <= u16::BITS as usize, "a bit for each type");
+
 impl Meets {
     /// Weights of these types; `whole`: [`Form::Short`] would be too coarse.
     pub fn of(whole: bool, types: impl IntoIterator<Item = DType>) -> Meets {
@@ -93,7 +95,8 @@ impl Meets {
 pub fn form(table: &KernelTable, n: usize, cols: usize, meets: Meets) -> Form {
     let groups = cols > 0 && cols.is_multiple_of(GROUP);
     let tiles_from = meets.most(|dtype| tiles_from(dtype, meets.whole));
-    if groups && has_tiles(table) && n >= tiles_from {
+    // Nothing but f32 weights: nothing is prepared for them.
+    if groups && has_tiles(table) && tiles_from > 0 && n >= tiles_from {
         Form::Tiles
     } else {
         row_form(table, n, cols, meets)
@@ -102,13 +105,14 @@ pub fn form(table: &KernelTable, n: usize, cols: usize, meets: Meets) -> Form {
 
 /// As [`form`], of the forms that stand row by row.
 pub fn row_form(table: &KernelTable, n: usize, cols: usize, meets: Meets) -> Form {
-    match &table.short {
-        Some(short)
-            if !meets.whole && cols.is_multiple_of(GROUP) && n >= meets.most(|t| short.from[slot(t)]) =>
-        {
-            Form::Short
-        }
-        _ => Form::Records,
+    let from = match &table.short {
+        Some(short) if !meets.whole && cols.is_multiple_of(GROUP) => meets.most(|t| short.from[slot(t)]),
+        _ => 0,
+    };
+    if from > 0 && n >= from {
+        Form::Short
+    } else {
+        Form::Records
     }
 }
 
@@ -391,11 +395,15 @@ impl<const W: usize> Product<'_, W> {
         // Whole tiles of every table: 24 is a multiple of 6 and 8.
         let row = scratch_bytes(self.table, self.rows_form(), cols);
         let block = (BLOCK_BYTES / row.max(1) / 24 * 24).max(LEAST_BLOCK);
-        let together = if W > 1 && n <= STREAMED { TOGETHER } else { 1 };
+        let groups = columns.start / ROWS..columns.end.div_ceil(ROWS);
+        let together = if W > 1 && n <= STREAMED {
+            TOGETHER.min(groups.len().max(1))
+        } else {
+            1
+        };
         let mut acc: [Vec<[f32; ROWS]>; W] =
             std::array::from_fn(|_| vec![[0.0; ROWS]; together * n.min(block)]);
         let mut decoded = Vec::new();
-        let groups = columns.start / ROWS..columns.end.div_ceil(ROWS);
         for first in (0..n).step_by(block) {
             let m = block.min(n - first);
             for start in groups.clone().step_by(together) {

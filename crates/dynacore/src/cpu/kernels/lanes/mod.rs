@@ -4,7 +4,7 @@
 //! bits, [`float`] does F32, F16 and BF16, [`prepare`] makes the activation records. The instruction sets differ in nothing but the vector, so their results
 //! are bit-identical; those of sets that multiply bytes (`bytes`, in place of [`quant`]) are too, as integers are exact.
 //!
-//! Everything here is `#[inline(always)]` without target features of its own. The five out-of-line functions that
+//! Everything here is `#[inline(always)]` without target features of its own. The out-of-line functions that
 //! [`out_of_line`] makes for each instruction set carry the features, and the bodies are compiled into them.
 
 #[cfg(target_arch = "aarch64")]
@@ -276,7 +276,7 @@ macro_rules! lane_table {
 }
 pub(crate) use lane_table;
 
-/// The kernels of short records of a set: from `$few` rows on for codes of up to `$bits` bits, from `$many` on for others.
+/// The kernels of short records of a set: from `$few` rows on for unsigned codes of up to `$bits` bits, from `$many` on for others.
 #[cfg(target_arch = "x86_64")]
 macro_rules! short_kernels {
     ($set:ty, $features:tt, $bits:literal: $few:expr, $many:expr) => {{

@@ -25,8 +25,8 @@
 //! | Q6_K | 66 (38) | 113 (66) | 132 (82) | 54 (22) | 54 (37) | 85 (53) |
 //! | Q8_0 | 57 (45) | 125 (59) | 155 (83) | 58 (43) | 90 (48) | 109 (55) |
 //!
-//! AVX2 on the Zen 4: Q4_K 79 (63) at 16 rows, 94 (72) at 512; Q6_K 71 (73) and Q8_0 54 (74) at 512, so that types of more
-//! than five bits do not use it there.
+//! AVX2 on the Zen 4: Q4_K 79 (63) at 16 rows, 94 (72) at 512; Q6_K 71 (73) and Q8_0 54 (74) at 512, so that only
+//! unsigned codes of up to five bits use it there.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -182,7 +182,7 @@ const fn run<S: Short, T: QuantFormat>() -> usize {
     }
 }
 
-/// By slot of the weight's type: 0 for floats, `few` for codes of up to `bits` bits, `many` for others.
+/// By slot of the weight's type: 0 for floats, `few` for unsigned codes of up to `bits` bits, `many` for others.
 pub(crate) const fn from_rows(bits: u32, few: usize, many: usize) -> [usize; DType::WEIGHTS.len()] {
     let mut from = [0; DType::WEIGHTS.len()];
     macro_rules! each {
