@@ -279,10 +279,7 @@ fn in_auto_mode_the_number_of_workers_changes_no_bit() {
         experts: Some((4, 2)),
         ..plain.clone()
     };
-    for (isa, decoder) in isas()
-        .into_iter()
-        .flat_map(|isa| [(isa, &plain), (isa, &experts)])
-    {
+    for (isa, decoder) in isas().flat_map(|isa| [(isa, &plain), (isa, &experts)]) {
         let model = Model::new(decoder, KvType::F16);
         let truth = model.run(&device_in(Mode::Auto, isa, 1), &seqs, &schedule, 1);
         for threads in [2, 3, 5] {
