@@ -105,7 +105,8 @@ impl Rows<'_> {
 const DIRECT_LINES: usize = 4;
 
 /// Segments that are asked for before their use: a block of keys of one head is too short for the hardware to notice that
-/// it is read in order, and neighbours in time are none in memory.
+/// it is read in order, and neighbours in time are none in memory. Zen 4, 4 decodes of Gemma 270M's shape at a context of 512:
+/// work of attention 4.4 ms before, 3.6 after (four rounds in turn); SmolLM2's shape, with blocks of 2 KB: no difference.
 const AHEAD: usize = 3;
 
 /// Asks for the memory of segment `i` of all keys and then all values, if there is one.
