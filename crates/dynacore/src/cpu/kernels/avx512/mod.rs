@@ -103,12 +103,6 @@ impl Lanes for Avx512 {
         }
     }
 
-    #[inline(always)]
-    fn prefetch(self, p: *const u8) {
-        // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
-    }
-
     out_of_line!("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
 }
 

@@ -18,6 +18,7 @@ pub(crate) mod types;
 
 use self::float::FloatType;
 use self::types::QuantFormat;
+use crate::cpu::kernels::prefetch;
 
 /// A vector of 32-bit lanes, [`Lanes::WIDTH`] of them; its value is the proof that the CPU has the instruction set.
 ///
@@ -109,8 +110,11 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// 4 bytes at `p` can be read.
     unsafe fn each_f(self, p: *const u8) -> Self::F;
-    /// Asks for the line at `p`, which need not exist.
-    fn prefetch(self, p: *const u8);
+    /// [`prefetch`]: asks for the line at `p`, which need not exist.
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        prefetch(p);
+    }
 
     /// [`quant::gemv`], compiled for the instruction set. `# Safety`: as there.
     unsafe fn gemv<T: QuantFormat, const N: usize>(self, a: &quant::Gemv, acc: *mut f32);

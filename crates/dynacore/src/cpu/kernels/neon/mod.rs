@@ -194,13 +194,5 @@ impl Lanes for Neon {
         }
     }
 
-    #[inline(always)]
-    fn prefetch(self, p: *const u8) {
-        // SAFETY: a prefetch of any address is harmless, and every AArch64 has the instruction.
-        unsafe {
-            asm!("prfm pldl1keep, [{p}]", p = in(reg) p.addr(), options(nomem, nostack, preserves_flags));
-        }
-    }
-
     out_of_line!("neon");
 }
