@@ -25,7 +25,7 @@
 //! `00ff00ff` gives the first pair, shifting by 8 before gives the second. Sets that multiply bytes have each code as two
 //! of them in the same place (`lanes::prepare`).
 //!
-//! *Short records* have codes of 8 bits, `a = amax / 127`, for kernels that multiply bytes (`lanes::short`); the error is
+//! *Short records* have codes of 8 bits, `a = amax / 127`, for kernels that multiply bytes (`lanes::dot8`); the error is
 //! about 5e-3 of a group's rms, so they are for `auto` mode alone, where several rows share a weight.
 //!
 //! # The arithmetic, the same for every number of rows and every instruction set

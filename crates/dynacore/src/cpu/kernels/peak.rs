@@ -81,7 +81,7 @@ mod lanes {
     use super::{CHAINS, LINE, ROUNDS};
     use crate::cpu::kernels::lanes::Lanes;
     #[cfg(target_arch = "x86_64")]
-    use crate::cpu::kernels::lanes::short::Short;
+    use crate::cpu::kernels::lanes::dot8::Dot8;
     use std::hint::black_box;
 
     /// Bytes ahead of a load that its line is asked for: about what memory's latency takes to arrive.
@@ -116,7 +116,7 @@ mod lanes {
 
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(super) fn short<S: Short>(s: S) {
+    pub(super) fn short<S: Dot8>(s: S) {
         let l = s.lanes();
         let (a, x) = (black_box(l.splat(0x0303_0303)), black_box(l.splat(0x0505_0505)));
         let mut sums = black_box([l.zero(); CHAINS]);
@@ -202,19 +202,19 @@ macro_rules! short_loops {
         mod $module {
             use super::{CHAINS, PeakLoops, lanes};
             use crate::cpu::kernels::lanes::Lanes;
-            use crate::cpu::kernels::lanes::short::Short;
+            use crate::cpu::kernels::lanes::dot8::Dot8;
 
             type Set = $set;
 
             #[target_feature(enable = $features)]
             fn short() {
                 // SAFETY: the features the token stands for are those of this function.
-                lanes::short(unsafe { <Set as Short>::new() });
+                lanes::short(unsafe { <Set as Dot8>::new() });
             }
 
             pub(super) const LOOPS: PeakLoops = PeakLoops {
                 short: Some(short),
-                short_count: CHAINS * 4 * <Set as Short>::Lanes::WIDTH,
+                short_count: CHAINS * 4 * <Set as Dot8>::Lanes::WIDTH,
                 ..super::$others::LOOPS
             };
         }

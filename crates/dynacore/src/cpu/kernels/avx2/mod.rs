@@ -6,10 +6,11 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
+use super::lanes::dot8::{self, Codes, Dot8, out_of_line_dot8};
 use super::lanes::float::FloatType;
-use super::lanes::short::{Short, out_of_line_short};
+use super::lanes::prepare::{Pairs, row, short_row};
 use super::lanes::types::QuantFormat;
-use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers, short, short_kernels};
+use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers, short_kernels};
 use crate::cpu::isa::Isa;
 use crate::cpu::table::{KernelTable, LaneKernels};
 
@@ -19,7 +20,8 @@ lane_table!(
     Isa::Avx2,
     Avx2,
     "avx2,fma,f16c",
-    short_kernels!(Avx2, "avx2,fma,f16c", 5: 12, usize::MAX)
+    (row::<Pairs> => quant, Avx2),
+    short_kernels!(Avx2, "avx2,fma,f16c", short_row, 5: 12, usize::MAX)
 );
 
 /// Proof that the CPU has AVX2, FMA and F16C: made by [`Lanes::new`] alone.
@@ -148,7 +150,7 @@ impl Lanes for Avx2 {
     out_of_line!("avx2,fma,f16c");
 }
 
-impl Short for Avx2 {
+impl Dot8 for Avx2 {
     type Lanes = Avx2;
     const TILE: usize = 6;
     const FEW: usize = 4;
@@ -181,5 +183,5 @@ impl Short for Avx2 {
         total(sum: __m256i) -> __m256i { _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) }
     }
 
-    out_of_line_short!("avx2,fma,f16c");
+    out_of_line_dot8!("avx2,fma,f16c");
 }

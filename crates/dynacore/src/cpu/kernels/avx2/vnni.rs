@@ -5,23 +5,24 @@ use std::arch::x86_64::*;
 
 use super::{Avx2, KERNELS};
 use crate::cpu::isa::Isa;
-use crate::cpu::kernels::lanes::short::{Short, out_of_line_short};
+use crate::cpu::kernels::lanes::dot8::{self, Codes, Dot8, out_of_line_dot8};
+use crate::cpu::kernels::lanes::prepare::short_row;
 use crate::cpu::kernels::lanes::types::QuantFormat;
-use crate::cpu::kernels::lanes::{Lanes, quant, registers, short, short_kernels};
+use crate::cpu::kernels::lanes::{Lanes, quant, registers, short_kernels};
 use crate::cpu::table::{KernelTable, LaneKernels};
 
 /// The table.
 pub(crate) static TABLE: KernelTable = KernelTable {
     isa: Isa::AvxVnni,
-    short: short_kernels!(AvxVnni, "avx2,fma,f16c,avxvnni", 8: 3, 3),
+    short: short_kernels!(AvxVnni, "avx2,fma,f16c,avxvnni", short_row, 8: 3, 3),
     ..KERNELS
 };
 
-/// Proof that the CPU has AVX-VNNI and what [`Avx2`] stands for: made by [`Short::new`] alone.
+/// Proof that the CPU has AVX-VNNI and what [`Avx2`] stands for: made by [`Dot8::new`] alone.
 #[derive(Clone, Copy)]
 pub(crate) struct AvxVnni(Avx2);
 
-impl Short for AvxVnni {
+impl Dot8 for AvxVnni {
     type Lanes = Avx2;
     const TILE: usize = 6;
     const FEW: usize = 4;
@@ -51,5 +52,5 @@ impl Short for AvxVnni {
         sum
     }
 
-    out_of_line_short!("avx2,fma,f16c,avxvnni");
+    out_of_line_dot8!("avx2,fma,f16c,avxvnni");
 }

@@ -3,12 +3,14 @@
 //! Products of 16-bit pairs are `vpdpwssd`, which adds modulo 2^32 as AVX2's two instructions do. A tile of the
 //! many-row kernels is 16 rows of the weight by 8 of x, each with two sums, which hides the latency of 5 cycles.
 
+mod prepare;
+
 use std::arch::x86_64::*;
 
+use super::lanes::dot8::{self, Codes, Dot8, out_of_line_dot8};
 use super::lanes::float::FloatType;
-use super::lanes::short::{Short, out_of_line_short};
 use super::lanes::types::QuantFormat;
-use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers, short, short_kernels};
+use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers, short_kernels};
 use crate::cpu::isa::Isa;
 use crate::cpu::table::{KernelTable, LaneKernels};
 
@@ -16,7 +18,8 @@ lane_table!(
     Isa::Avx512,
     Avx512,
     "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni",
-    short_kernels!(Avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni", 8: 3, 3)
+    (prepare::planes_row => dot8, Avx512, dot8::Whole),
+    short_kernels!(Avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni", prepare::short_row, 8: 3, 3)
 );
 
 /// Proof that the CPU has the instruction set: made by [`Lanes::new`] alone.
@@ -106,7 +109,7 @@ impl Lanes for Avx512 {
     out_of_line!("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
 }
 
-impl Short for Avx512 {
+impl Dot8 for Avx512 {
     type Lanes = Avx512;
     const TILE: usize = 8;
     const FEW: usize = 8;
@@ -135,5 +138,5 @@ impl Short for Avx512 {
         sum
     }
 
-    out_of_line_short!("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
+    out_of_line_dot8!("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
 }

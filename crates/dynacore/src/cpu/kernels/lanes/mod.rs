@@ -9,11 +9,11 @@
 
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod bytes;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod dot8;
 pub(crate) mod float;
 pub(crate) mod prepare;
 pub(crate) mod quant;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod short;
 pub(crate) mod types;
 
 use self::float::FloatType;
@@ -218,42 +218,43 @@ macro_rules! out_of_line {
 pub(crate) use out_of_line;
 
 /// The kernels of every weight type in the order of `DType::WEIGHTS`: floats by `$lanes`, the quantised types by the
-/// functions `group` of `$module` for `$set`.
+/// functions `group` of `$module` for the types `$arg`.
 macro_rules! weight_groups {
-    ($lanes:ty, $module:ident, $set:ty) => {{
+    ($lanes:ty, $module:ident, $($arg:ty),+) => {{
         use $crate::cpu::kernels::lanes::{float, types};
         [
             float::group::<$lanes, float::F32>,
             float::group::<$lanes, float::F16>,
             float::group::<$lanes, float::Bf16>,
-            $module::group::<$set, types::Q4_0>,
-            $module::group::<$set, types::Q4_1>,
-            $module::group::<$set, types::Q5_0>,
-            $module::group::<$set, types::Q5_1>,
-            $module::group::<$set, types::Q8_0>,
-            $module::group::<$set, types::Q2K>,
-            $module::group::<$set, types::Q3K>,
-            $module::group::<$set, types::Q4K>,
-            $module::group::<$set, types::Q5K>,
-            $module::group::<$set, types::Q6K>,
-            $module::group::<$set, types::Iq4Nl>,
-            $module::group::<$set, types::Iq4Xs>,
-            $module::group::<$set, types::Mxfp4>,
+            $module::group::<$($arg),+, types::Q4_0>,
+            $module::group::<$($arg),+, types::Q4_1>,
+            $module::group::<$($arg),+, types::Q5_0>,
+            $module::group::<$($arg),+, types::Q5_1>,
+            $module::group::<$($arg),+, types::Q8_0>,
+            $module::group::<$($arg),+, types::Q2K>,
+            $module::group::<$($arg),+, types::Q3K>,
+            $module::group::<$($arg),+, types::Q4K>,
+            $module::group::<$($arg),+, types::Q5K>,
+            $module::group::<$($arg),+, types::Q6K>,
+            $module::group::<$($arg),+, types::Iq4Nl>,
+            $module::group::<$($arg),+, types::Iq4Xs>,
+            $module::group::<$($arg),+, types::Mxfp4>,
         ]
     }};
 }
 pub(crate) use weight_groups;
 
 /// The table of an instruction set: the kernels of every weight type for the vector `$lanes`. `KERNELS` is what tables
-/// of instruction sets that contain this one start from. `$short` are its kernels of short records, if it has any.
+/// of instruction sets that contain this one start from. Rows become whole records by `$prepare`, which meet quantised
+/// weights in the functions `group` of `$module` for the types `$arg`; `$short` are the kernels of short records, if any.
 macro_rules! lane_table {
-    ($isa:expr, $lanes:ty, $features:tt, $short:expr) => {
+    ($isa:expr, $lanes:ty, $features:tt, ($prepare:expr => $module:ident, $($arg:ty),+), $short:expr) => {
         pub(crate) static TABLE: KernelTable = KERNELS;
         pub(crate) const KERNELS: KernelTable = {
-            use $crate::cpu::kernels::lanes::{prepare, quant, weight_groups};
+            use $crate::cpu::kernels::lanes::weight_groups;
             #[target_feature(enable = $features)]
             fn prepare(x: &[f32], records: &mut [u8]) {
-                $crate::cpu::kernels::lanes::prepare::row::<prepare::Pairs>(x, records);
+                $prepare(x, records);
             }
             #[target_feature(enable = $features)]
             fn glu(act: dynair::Activation, gate: &mut [f32], up: &[f32]) {
@@ -267,7 +268,7 @@ macro_rules! lane_table {
                 isa: $isa,
                 lanes: Some(LaneKernels {
                     prepare,
-                    groups: weight_groups!($lanes, quant, $lanes),
+                    groups: weight_groups!($lanes, $module, $($arg),+),
                 }),
                 short: $short,
                 #[cfg(target_arch = "x86_64")]
@@ -280,21 +281,21 @@ macro_rules! lane_table {
 }
 pub(crate) use lane_table;
 
-/// The kernels of short records of a set: from `$few` rows on for unsigned codes of up to `$bits` bits, from `$many` on for others.
+/// The kernels of short records of a set, which `$prepare` makes of a row: from `$few` rows on for unsigned codes of up to `$bits` bits, from `$many` on for others.
 #[cfg(target_arch = "x86_64")]
 macro_rules! short_kernels {
-    ($set:ty, $features:tt, $bits:literal: $few:expr, $many:expr) => {{
-        use $crate::cpu::kernels::lanes::{short, weight_groups};
+    ($set:ty, $features:tt, $prepare:expr, $bits:literal: $few:expr, $many:expr) => {{
+        use $crate::cpu::kernels::lanes::{dot8, weight_groups};
         #[target_feature(enable = $features)]
         fn prepare(x: &[f32], records: &mut [u8]) {
-            $crate::cpu::kernels::lanes::prepare::short_row(x, records);
+            $prepare(x, records);
         }
         Some($crate::cpu::table::ShortKernels {
             lanes: LaneKernels {
                 prepare,
-                groups: weight_groups!(<$set as short::Short>::Lanes, short, $set),
+                groups: weight_groups!(<$set as dot8::Dot8>::Lanes, dot8, $set, dot8::Short),
             },
-            from: short::from_rows($bits, $few, $many),
+            from: dot8::from_rows($bits, $few, $many),
         })
     }};
 }

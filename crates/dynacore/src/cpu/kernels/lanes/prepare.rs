@@ -51,39 +51,44 @@ impl CodeForm for Planes {
 /// See the module's docs.
 const TINY: f32 = 1e-34;
 
-/// Prepares one row, with its codes in form `C`. Compiled into each table's own function.
+/// Prepares one row, group by group. Compiled into each table's own function.
 ///
 /// # Panics
-/// If `x` is no whole number of groups or `records` has not one record for each.
+/// If `x` is no whole number of groups or `records` has not one record of `BYTES` for each.
 #[inline(always)]
-pub(crate) fn row<C: CodeForm>(x: &[f32], records: &mut [u8]) {
+pub(crate) fn row_of<const BYTES: usize>(
+    x: &[f32],
+    records: &mut [u8],
+    group: impl Fn(&[f32; GROUP], &mut [u8; BYTES]),
+) {
     let (groups, rest) = x.as_chunks::<GROUP>();
-    let (records, rest_bytes) = records.as_chunks_mut::<RECORD>();
+    let (records, rest_bytes) = records.as_chunks_mut::<BYTES>();
     assert!(
         rest.is_empty() && rest_bytes.is_empty() && groups.len() == records.len(),
         "one record per group"
     );
     for (x, record) in groups.iter().zip(records) {
-        group::<C>(x, record);
+        group(x, record);
     }
+}
+
+/// Prepares one row, with its codes in form `C`.
+///
+/// # Panics
+/// As [`row_of`].
+#[inline(always)]
+pub(crate) fn row<C: CodeForm>(x: &[f32], records: &mut [u8]) {
+    row_of(x, records, group::<C>);
 }
 
 /// As [`row`], into short records.
 ///
 /// # Panics
-/// As [`row`].
+/// As [`row_of`].
 #[cfg(any(target_arch = "x86_64", test))]
 #[inline(always)]
 pub(crate) fn short_row(x: &[f32], records: &mut [u8]) {
-    let (groups, rest) = x.as_chunks::<GROUP>();
-    let (records, rest_bytes) = records.as_chunks_mut::<SHORT_RECORD>();
-    assert!(
-        rest.is_empty() && rest_bytes.is_empty() && groups.len() == records.len(),
-        "one record per group"
-    );
-    for (x, record) in groups.iter().zip(records) {
-        short_group(x, record);
-    }
+    row_of(x, records, short_group);
 }
 
 /// A group's codes, their scale, and the sums of the first and of the second sixteen.
@@ -91,6 +96,20 @@ struct Codes {
     scale: f32,
     codes: [i32; GROUP],
     halves: [i32; 2],
+}
+
+/// The scale of a group whose largest magnitude has these bits, for codes of at most `max`, and what its values are
+/// multiplied with. With 0 for that all codes are 0.
+#[inline(always)]
+pub(crate) fn scale_of(largest: i32, max: f32) -> (f32, f32) {
+    let amax = f32::from_bits(largest as u32);
+    if largest >= f32::INFINITY.to_bits() as i32 {
+        (f32::NAN, 0.0)
+    } else if amax < TINY {
+        (0.0, 0.0)
+    } else {
+        (amax / max, max / amax)
+    }
 }
 
 /// Codes of at most `max` in magnitude.
@@ -101,14 +120,7 @@ fn codes(x: &[f32; GROUP], max: f32) -> Codes {
     for v in x {
         largest = largest.max((v.to_bits() & 0x7fff_ffff) as i32);
     }
-    let amax = f32::from_bits(largest as u32);
-    let (scale, inverse) = if largest >= f32::INFINITY.to_bits() as i32 {
-        (f32::NAN, 0.0)
-    } else if amax < TINY {
-        (0.0, 0.0)
-    } else {
-        (amax / max, max / amax)
-    };
+    let (scale, inverse) = scale_of(largest, max);
     // NaN * 0 is NaN, which the conversion makes 0; infinity likewise.
     let mut codes = [0i32; GROUP];
     for (c, v) in codes.iter_mut().zip(x) {
@@ -133,6 +145,12 @@ fn group<C: CodeForm>(x: &[f32; GROUP], record: &mut [u8; RECORD]) {
         .split_first_chunk_mut()
         .expect("a record begins with its codes");
     C::place(&codes, out);
+    put_sums(record, scale, halves);
+}
+
+/// All of a record but its codes, from the sums of its first and of its second sixteen.
+#[inline(always)]
+pub(crate) fn put_sums(record: &mut [u8; RECORD], scale: f32, halves: [i32; 2]) {
     let mut put = |at: usize, bits: u32| record[at..at + 4].copy_from_slice(&bits.to_le_bytes());
     put(AT_SCALE, scale.to_bits());
     put(AT_SUM, (scale * (halves[0] + halves[1]) as f32).to_bits());
@@ -151,6 +169,13 @@ fn short_group(x: &[f32; GROUP], record: &mut [u8; SHORT_RECORD]) {
     for (out, code) in record.iter_mut().zip(codes) {
         *out = code as u8;
     }
+    put_short_sums(record, scale, halves);
+}
+
+/// As [`put_sums`], of a short record.
+#[cfg(any(target_arch = "x86_64", test))]
+#[inline(always)]
+pub(crate) fn put_short_sums(record: &mut [u8; SHORT_RECORD], scale: f32, halves: [i32; 2]) {
     let mut put = |at: usize, bits: u32| record[at..at + 4].copy_from_slice(&bits.to_le_bytes());
     put(short::AT_SCALE, scale.to_bits());
     put(short::AT_SUM, (scale * (halves[0] + halves[1]) as f32).to_bits());

@@ -12,6 +12,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use super::lanes::float::FloatType;
+use super::lanes::prepare::{Pairs, row};
 use super::lanes::types::QuantFormat;
 use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers};
 use crate::cpu::isa::Isa;
@@ -19,7 +20,7 @@ use crate::cpu::table::{KernelTable, LaneKernels};
 
 pub(crate) mod bytes;
 
-lane_table!(Isa::Neon, Neon, "neon", None);
+lane_table!(Isa::Neon, Neon, "neon", (row::<Pairs> => quant, Neon), None);
 
 /// Proof that the CPU has NEON: made by [`Lanes::new`] alone.
 #[derive(Clone, Copy)]

@@ -11,7 +11,7 @@
 //!
 //! in the same order for few rows ([`gemv`], straight from the stream of packed lines) and for many ([`expand`],
 //! [`tile`]): for one form of the activations an output depends on its own two rows alone. Signed codes are lifted by 128
-//! where the set wants an unsigned operand ([`Short::LIFT`]), and the offset takes it away.
+//! where the set wants an unsigned operand ([`Dot8::LIFT`]), and the offset takes it away.
 //!
 //! # What is reached
 //!
@@ -28,19 +28,21 @@
 //! AVX2 on the Zen 4: Q4_K 79 (63) at 16 rows, 94 (72) at 512; Q6_K 71 (73) and Q8_0 54 (74) at 512, so that only
 //! unsigned codes of up to five bits use it there.
 
-use std::marker::PhantomData;
+mod codes;
+
 use std::mem::MaybeUninit;
 
+pub(crate) use self::codes::{Codes, Short, Whole};
+use self::codes::{InPanel, Packed, Quads as _, SCALES, each};
 use super::quant::{Expand, Gemv, Tile, prefetch, records};
-use super::types::{Factors, QuantFormat};
+use super::types::QuantFormat;
 use super::{Lanes, split, with_rows};
-use crate::cpu::kernels::short::{AT_HALF_SUMS, AT_LESS_HALF_SUMS, AT_LESS_SUM, AT_SCALE, AT_SUM};
-use crate::cpu::kernels::{GROUP, GroupArgs, LINE, ROWS, SHORT_RECORD};
+use crate::cpu::kernels::{GROUP, GroupArgs, LINE, ROWS};
 use crate::cpu::table::slot;
 use dynair::DType;
 
 /// A set that multiplies bytes, beside the vectors of 32-bit lanes it has.
-pub(crate) trait Short: Copy {
+pub(crate) trait Dot8: Copy {
     /// The other operations.
     type Lanes: Lanes;
     /// Rows of activations a tile of the many-row kernels holds in registers.
@@ -49,7 +51,7 @@ pub(crate) trait Short: Copy {
     const FEW: usize;
     /// From this many rows on, a panel is made.
     const MANY: usize;
-    /// Whether sums of unsigned codes have 32 bits from the start; otherwise they have 16 until [`Short::total`].
+    /// Whether sums of unsigned codes have 32 bits from the start; otherwise they have 16 until [`Dot8::total`].
     const FULL: bool;
     /// log2 of what signed codes are stored too large by; 0: they are stored as they are.
     const LIFT: u32;
@@ -61,7 +63,7 @@ pub(crate) trait Short: Copy {
     fn lanes(self) -> Self::Lanes;
     /// Signed codes as they are stored.
     fn lift(self, codes: I<Self>) -> I<Self>;
-    /// `sum + codes * x` over the four bytes of each lane, for unsigned codes: see [`Short::FULL`].
+    /// `sum + codes * x` over the four bytes of each lane, for unsigned codes: see [`Dot8::FULL`].
     fn dot(self, sum: I<Self>, codes: I<Self>, x: I<Self>) -> I<Self>;
     /// `sum + codes * x` over the four bytes of each lane in 32 bits, for codes that were signed and are lifted.
     fn dot_signed(self, sum: I<Self>, codes: I<Self>, x: I<Self>) -> I<Self>;
@@ -69,71 +71,82 @@ pub(crate) trait Short: Copy {
     fn total(self, sum: I<Self>) -> I<Self>;
 
     /// [`gemv`], compiled for the instruction set. `# Safety`: as there.
-    unsafe fn gemv<T: QuantFormat, const N: usize>(self, a: &Gemv, acc: *mut f32);
+    unsafe fn gemv<X: Codes<Self>, T: QuantFormat, const N: usize>(self, a: &Gemv, acc: *mut f32);
     /// [`expand`], compiled for the instruction set. `# Safety`: as there.
-    unsafe fn expand<T: QuantFormat>(self, a: &Expand, panel: *mut u8);
+    unsafe fn expand<X: Codes<Self>, T: QuantFormat>(self, a: &Expand, panel: *mut u8);
     /// [`tile`], compiled for the instruction set. `# Safety`: as there.
-    unsafe fn tile<const HALVES: bool, const MINS: usize, const RUN: usize, const N: usize>(
+    unsafe fn tile<X: Codes<Self>, const HALVES: bool, const MINS: usize, const RUN: usize, const N: usize>(
         self,
-        a: &ShortTile,
+        a: &ByteTile,
         acc: *mut f32,
     );
 }
 
 /// The integers of a set.
-type I<S> = <<S as Short>::Lanes as Lanes>::I;
+type I<S> = <<S as Dot8>::Lanes as Lanes>::I;
 /// The floats of a set.
-type F<S> = <<S as Short>::Lanes as Lanes>::F;
+type F<S> = <<S as Dot8>::Lanes as Lanes>::F;
 
 /// The last three methods of [`Short`], with the target features of the instruction set.
-macro_rules! out_of_line_short {
+macro_rules! out_of_line_dot8 {
     ($features:tt) => {
-        unsafe fn gemv<T: QuantFormat, const N: usize>(self, a: &quant::Gemv, acc: *mut f32) {
+        unsafe fn gemv<X: Codes<Self>, T: QuantFormat, const N: usize>(self, a: &quant::Gemv, acc: *mut f32) {
             #[target_feature(enable = $features)]
-            unsafe fn inner<S: Short, T: QuantFormat, const N: usize>(s: S, a: &quant::Gemv, acc: *mut f32) {
+            unsafe fn inner<S: Dot8, X: Codes<S>, T: QuantFormat, const N: usize>(
+                s: S,
+                a: &quant::Gemv,
+                acc: *mut f32,
+            ) {
                 // SAFETY: the caller's promise is the callee's.
-                unsafe { short::gemv::<S, T, N>(s, a, acc) }
+                unsafe { dot8::gemv::<S, X, T, N>(s, a, acc) }
             }
             // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
-            unsafe { inner::<Self, T, N>(self, a, acc) }
+            unsafe { inner::<Self, X, T, N>(self, a, acc) }
         }
 
-        unsafe fn expand<T: QuantFormat>(self, a: &quant::Expand, panel: *mut u8) {
+        unsafe fn expand<X: Codes<Self>, T: QuantFormat>(self, a: &quant::Expand, panel: *mut u8) {
             #[target_feature(enable = $features)]
-            unsafe fn inner<S: Short, T: QuantFormat>(s: S, a: &quant::Expand, panel: *mut u8) {
+            unsafe fn inner<S: Dot8, X: Codes<S>, T: QuantFormat>(s: S, a: &quant::Expand, panel: *mut u8) {
                 // SAFETY: the caller's promise is the callee's.
-                unsafe { short::expand::<S, T>(s, a, panel) }
+                unsafe { dot8::expand::<S, X, T>(s, a, panel) }
             }
             // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
-            unsafe { inner::<Self, T>(self, a, panel) }
+            unsafe { inner::<Self, X, T>(self, a, panel) }
         }
 
-        unsafe fn tile<const HALVES: bool, const MINS: usize, const RUN: usize, const N: usize>(
+        unsafe fn tile<
+            X: Codes<Self>,
+            const HALVES: bool,
+            const MINS: usize,
+            const RUN: usize,
+            const N: usize,
+        >(
             self,
-            a: &short::ShortTile,
+            a: &dot8::ByteTile,
             acc: *mut f32,
         ) {
             #[target_feature(enable = $features)]
             unsafe fn inner<
-                S: Short,
+                S: Dot8,
+                X: Codes<S>,
                 const HALVES: bool,
                 const MINS: usize,
                 const RUN: usize,
                 const N: usize,
             >(
                 s: S,
-                a: &short::ShortTile,
+                a: &dot8::ByteTile,
                 acc: *mut f32,
             ) {
                 // SAFETY: the caller's promise is the callee's.
-                unsafe { short::tile::<S, HALVES, MINS, RUN, N>(s, a, acc) }
+                unsafe { dot8::tile::<S, X, HALVES, MINS, RUN, N>(s, a, acc) }
             }
             // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
-            unsafe { inner::<Self, HALVES, MINS, RUN, N>(self, a, acc) }
+            unsafe { inner::<Self, X, HALVES, MINS, RUN, N>(self, a, acc) }
         }
     };
 }
-pub(crate) use out_of_line_short;
+pub(crate) use out_of_line_dot8;
 
 /// Groups of 32 that a panel holds, a multiple of every type's groups per block.
 const PANEL: usize = 8;
@@ -141,16 +154,16 @@ const PANEL: usize = 8;
 /// Quads of a group.
 const QUADS: usize = GROUP / 4;
 
-/// Lines of a group in a panel: its codes, two D and two M.
-const AT_D: usize = QUADS * LINE;
-const AT_MINS: usize = AT_D + 2 * LINE;
+/// Lines of a group in a panel: its codes, its scales and two M.
+const AT_SCALES: usize = QUADS * LINE;
+const AT_MINS: usize = AT_SCALES + SCALES * LINE;
 const PANEL_GROUP: usize = AT_MINS + 2 * LINE;
 
 #[repr(align(64))]
 struct Panel(MaybeUninit<[u8; PANEL * PANEL_GROUP]>);
 
 /// A panel and the first of a tile's rows.
-pub(crate) struct ShortTile {
+pub(crate) struct ByteTile {
     tile: Tile,
     /// log2 of what codes are too large by, or 0.
     offset_bits: u32,
@@ -165,7 +178,7 @@ const fn is_signed<T: QuantFormat>() -> bool {
 }
 
 /// Quads whose products 16-bit sums can take, or [`SIGNED`].
-const fn run<S: Short, T: QuantFormat>() -> usize {
+const fn run<S: Dot8, T: QuantFormat>() -> usize {
     if is_signed::<T>() {
         return if S::FULL { QUADS } else { SIGNED };
     }
@@ -202,7 +215,7 @@ pub(crate) const fn from_rows(bits: u32, few: usize, many: usize) -> [usize; DTy
 }
 
 /// log2 of what a type's codes, as they are stored, are too large by, or 0.
-const fn offset_bits<S: Short, T: QuantFormat>() -> u32 {
+const fn offset_bits<S: Dot8, T: QuantFormat>() -> u32 {
     if is_signed::<T>() { S::LIFT } else { T::OFFSET_BITS }
 }
 
@@ -229,11 +242,14 @@ macro_rules! by_kind {
 ///
 /// # Safety
 /// As there; `records` are short ones.
-pub(crate) unsafe fn group<S: Short, T: QuantFormat>(args: &GroupArgs<'_>, acc: &mut [[f32; ROWS]]) {
+pub(crate) unsafe fn group<S: Dot8, X: Codes<S>, T: QuantFormat>(
+    args: &GroupArgs<'_>,
+    acc: &mut [[f32; ROWS]],
+) {
     // SAFETY: the caller promises the instruction set.
     let s = unsafe { S::new() };
     let groups = args.cols / GROUP;
-    let stride = groups * SHORT_RECORD;
+    let stride = groups * X::RECORD;
     assert!(
         args.cols.is_multiple_of(T::GEOMETRY.block)
             && args.weight.len() >= T::GEOMETRY.group_bytes(args.cols)
@@ -252,7 +268,7 @@ pub(crate) unsafe fn group<S: Short, T: QuantFormat>(args: &GroupArgs<'_>, acc: 
                     records: records.add(first * stride),
                     stride,
                 };
-                with_rows!(rows, S::FEW, N => s.gemv::<T, N>(&a, out));
+                with_rows!(rows, S::FEW, N => s.gemv::<X, T, N>(&a, out));
             }
         }
         return;
@@ -264,21 +280,21 @@ pub(crate) unsafe fn group<S: Short, T: QuantFormat>(args: &GroupArgs<'_>, acc: 
         let count = PANEL.min(groups - first);
         // SAFETY: the groups lie inside the row group; the panel holds PANEL groups, and of each of `count` all that is
         // read is written before.
-        unsafe { s.expand::<T>(&Expand { weight, first, count }, panel) };
+        unsafe { s.expand::<X, T>(&Expand { weight, first, count }, panel) };
         for (row, rows) in split(acc.len(), S::TILE) {
             let out = acc[row..row + rows].as_mut_ptr().cast::<f32>();
-            let a = ShortTile {
+            let a = ByteTile {
                 tile: Tile {
                     panel,
                     count,
                     // SAFETY: `rows` rows of records from `row` on exist, with `count` groups from `first` on.
-                    records: unsafe { records.add(row * stride + first * SHORT_RECORD) },
+                    records: unsafe { records.add(row * stride + first * X::RECORD) },
                     stride,
                 },
                 offset_bits: offset_bits::<S, T>(),
             };
             // SAFETY: as above; the panel was made for this type.
-            unsafe { any_tile::<S, T>(s, &a, rows, out) };
+            unsafe { any_tile::<S, X, T>(s, &a, rows, out) };
         }
     }
 }
@@ -286,166 +302,16 @@ pub(crate) unsafe fn group<S: Short, T: QuantFormat>(args: &GroupArgs<'_>, acc: 
 /// [`tile`] of a type for some rows.
 ///
 /// # Safety
-/// As there; `rows` is at most [`Short::TILE`].
+/// As there; `rows` is at most [`Dot8::TILE`].
 #[inline(always)]
-unsafe fn any_tile<S: Short, T: QuantFormat>(s: S, a: &ShortTile, rows: usize, out: *mut f32) {
+unsafe fn any_tile<S: Dot8, X: Codes<S>, T: QuantFormat>(s: S, a: &ByteTile, rows: usize, out: *mut f32) {
     macro_rules! with {
         ($halves:literal, $mins:literal, $run:expr) => {
-            with_rows!(rows, S::TILE, N => s.tile::<$halves, $mins, { $run }, N>(a, out))
+            with_rows!(rows, S::TILE, N => s.tile::<X, $halves, $mins, { $run }, N>(a, out))
         };
     }
     // SAFETY: the caller's promise.
     unsafe { by_kind!(S, T, with) }
-}
-
-/// The body with `$q` equal to 0 to 7: written out, so that its arrays live in registers.
-macro_rules! eight_times {
-    ($q:ident => $body:block) => {
-        eight_times!($q => $body; 0 1 2 3 4 5 6 7)
-    };
-    ($q:ident => $body:block; $($n:literal)*) => {
-        $({
-            let $q: usize = $n;
-            $body
-        })*
-    };
-}
-
-/// Where the quads of a group's codes come from. Not a closure: one that is called in several places is not always
-/// inlined, and a call empties the vector registers.
-trait Quads<S: Short>: Copy {
-    /// Codes of elements 4q to 4q + 3 as they are stored in a panel.
-    ///
-    /// # Safety
-    /// The group can be read.
-    unsafe fn quad(self, s: S, q: usize) -> I<S>;
-}
-
-/// A group of a panel.
-#[derive(Clone, Copy)]
-struct InPanel(*const u8);
-
-impl<S: Short> Quads<S> for InPanel {
-    #[inline(always)]
-    unsafe fn quad(self, s: S, q: usize) -> I<S> {
-        // SAFETY: the caller's promise.
-        unsafe { s.lanes().load(self.0.add(q * LINE)) }
-    }
-}
-
-/// Group `j` of a block of packed lines.
-struct Packed<T, const HALF: usize> {
-    body: *const u8,
-    j: usize,
-    of: PhantomData<T>,
-}
-
-impl<T, const HALF: usize> Clone for Packed<T, HALF> {
-    fn clone(&self) -> Packed<T, HALF> {
-        *self
-    }
-}
-
-impl<T, const HALF: usize> Copy for Packed<T, HALF> {}
-
-impl<S: Short, T: QuantFormat, const HALF: usize> Quads<S> for Packed<T, HALF> {
-    #[inline(always)]
-    unsafe fn quad(self, s: S, q: usize) -> I<S> {
-        // SAFETY: the caller's promise.
-        let codes = unsafe { T::bytes::<S::Lanes, HALF>(s.lanes(), self.body, self.j, q) };
-        if is_signed::<T>() { s.lift(codes) } else { codes }
-    }
-}
-
-/// D and M of a group.
-type GroupFactors<S> = ([F<S>; 2], [F<S>; 2]);
-
-/// Adds a group's products with N rows to their outputs.
-///
-/// # Safety
-/// `x` are short records; `quads` can be read.
-#[inline(always)]
-unsafe fn add_group<
-    S: Short,
-    Q: Quads<S>,
-    const HALVES: bool,
-    const MINS: usize,
-    const RUN: usize,
-    const N: usize,
->(
-    s: S,
-    (quads, offset_bits): (Q, u32),
-    x: [*const u8; N],
-    (d, mins): GroupFactors<S>,
-    outputs: &mut [F<S>; N],
-) {
-    let l = s.lanes();
-    // SAFETY: all reads are of the records and quads, as the caller promises.
-    unsafe {
-        let mut t = [l.zero_f(); N];
-        let mut acc = [l.zero(); N];
-        let mut run = [l.zero(); N];
-        eight_times!(q => {
-            if q == 0 || HALVES && q == 4 {
-                let at = if HALVES { AT_LESS_HALF_SUMS + q } else { AT_LESS_SUM };
-                for n in 0..N {
-                    acc[n] = if offset_bits > 0 {
-                        l.shl(l.each(x[n].add(at)), offset_bits)
-                    } else {
-                        l.zero()
-                    };
-                }
-            }
-            let codes = quads.quad(s, q);
-            for n in 0..N {
-                let x = l.each(x[n].add(4 * q));
-                if RUN == SIGNED {
-                    acc[n] = s.dot_signed(acc[n], codes, x);
-                } else if S::FULL {
-                    acc[n] = s.dot(acc[n], codes, x);
-                } else {
-                    run[n] = s.dot(run[n], codes, x);
-                }
-            }
-            let ends = q == 7 || HALVES && q == 3;
-            if RUN != SIGNED && !S::FULL && (ends || (q + 1).is_multiple_of(RUN)) {
-                for n in 0..N {
-                    acc[n] = l.add(acc[n], s.total(run[n]));
-                    run[n] = l.zero();
-                }
-            }
-            if ends {
-                for n in 0..N {
-                    let i = l.to_f(acc[n]);
-                    t[n] = if q == 7 && HALVES {
-                        l.fma(i, d[1], t[n])
-                    } else {
-                        l.mul_f(i, d[0])
-                    };
-                }
-            }
-        });
-        for n in 0..N {
-            outputs[n] = l.fma(t[n], l.each_f(x[n].add(AT_SCALE)), outputs[n]);
-            if MINS == 1 {
-                outputs[n] = l.fma(mins[0], l.each_f(x[n].add(AT_SUM)), outputs[n]);
-            }
-            if MINS == 2 {
-                outputs[n] = l.fma(mins[0], l.each_f(x[n].add(AT_HALF_SUMS)), outputs[n]);
-                outputs[n] = l.fma(mins[1], l.each_f(x[n].add(AT_HALF_SUMS + 4)), outputs[n]);
-            }
-        }
-    }
-}
-
-/// D of a group, of its halves where it has them.
-#[inline(always)]
-fn scales<L: Lanes, T: QuantFormat>(l: L, f: &Factors<L>) -> [L::F; 2] {
-    if T::HALVES {
-        f.subscales.map(|scale| l.mul_f(f.d, l.to_f(scale)))
-    } else {
-        [f.d, l.zero_f()]
-    }
 }
 
 /// `acc[n][16] = x * weight` for N rows, all of K.
@@ -453,7 +319,11 @@ fn scales<L: Lanes, T: QuantFormat>(l: L, f: &Factors<L>) -> [L::F; 2] {
 /// # Safety
 /// As [`super::quant::gemv`]; the records are short ones.
 #[inline(always)]
-pub(crate) unsafe fn gemv<S: Short, T: QuantFormat, const N: usize>(s: S, a: &Gemv, acc: *mut f32) {
+pub(crate) unsafe fn gemv<S: Dot8, X: Codes<S>, T: QuantFormat, const N: usize>(
+    s: S,
+    a: &Gemv,
+    acc: *mut f32,
+) {
     let l = s.lanes();
     let mut outputs = [[l.zero_f(); N]; 2];
     for block in 0..a.blocks {
@@ -463,10 +333,10 @@ pub(crate) unsafe fn gemv<S: Short, T: QuantFormat, const N: usize>(s: S, a: &Ge
                 a.weight.add(T::GEOMETRY.head(block)),
                 a.weight.add(T::GEOMETRY.body(block)),
             );
-            let x = (a.records.add(block * T::GROUPS * SHORT_RECORD), a.stride);
-            gemv_half::<S, T, N, 0>(s, parts, x, &mut outputs);
+            let x = (a.records.add(block * T::GROUPS * X::RECORD), a.stride);
+            gemv_half::<S, X, T, N, 0>(s, parts, x, &mut outputs);
             if const { T::GROUPS > 4 } {
-                gemv_half::<S, T, N, 1>(s, parts, x, &mut outputs);
+                gemv_half::<S, X, T, N, 1>(s, parts, x, &mut outputs);
             }
         }
     }
@@ -485,7 +355,7 @@ pub(crate) unsafe fn gemv<S: Short, T: QuantFormat, const N: usize>(s: S, a: &Ge
 /// As [`QuantFormat::bytes`] and [`QuantFormat::factors`] for all vectors of a row group; `x` points to the block's first
 /// record, with another row's each `stride` bytes.
 #[inline(always)]
-unsafe fn gemv_half<S: Short, T: QuantFormat, const N: usize, const HALF: usize>(
+unsafe fn gemv_half<S: Dot8, X: Codes<S>, T: QuantFormat, const N: usize, const HALF: usize>(
     s: S,
     (head, body): (*const u8, *const u8),
     (x, stride): (*const u8, usize),
@@ -499,18 +369,14 @@ unsafe fn gemv_half<S: Short, T: QuantFormat, const N: usize, const HALF: usize>
             unsafe {
                 let head = head.add(T::GEOMETRY.head_width * v * width);
                 let body = body.add(4 * v * width);
-                let x = records::<N>(x.add(j * SHORT_RECORD), stride);
+                let x = records::<N>(x.add(j * X::RECORD), stride);
                 let f = T::factors::<S::Lanes, HALF>(l, head, body, j);
-                let factors = (scales::<S::Lanes, T>(l, &f), f.mins);
-                let quads = Packed::<T, HALF> {
-                    body,
-                    j,
-                    of: PhantomData,
-                };
+                let factors = (X::scales::<T>(s, &f), f.mins);
+                let quads = Packed::<T, HALF>::new(body, j);
                 let quads = (quads, offset_bits::<S, T>());
                 macro_rules! with {
                     ($halves:literal, $mins:literal, $run:expr) => {
-                        add_group::<S, _, $halves, $mins, { $run }, N>(s, quads, x, factors, outputs)
+                        X::add_group::<_, $halves, $mins, { $run }, N>(s, quads, x, factors, outputs)
                     };
                 }
                 by_kind!(S, T, with);
@@ -524,7 +390,7 @@ unsafe fn gemv_half<S: Short, T: QuantFormat, const N: usize, const HALF: usize>
 /// # Safety
 /// As [`super::quant::expand`].
 #[inline(always)]
-pub(crate) unsafe fn expand<S: Short, T: QuantFormat>(s: S, a: &Expand, panel: *mut u8) {
+pub(crate) unsafe fn expand<S: Dot8, X: Codes<S>, T: QuantFormat>(s: S, a: &Expand, panel: *mut u8) {
     for block in a.first / T::GROUPS..(a.first + a.count) / T::GROUPS {
         // SAFETY: the block and its groups lie in the row group, and each group has its place in the panel.
         unsafe {
@@ -533,9 +399,9 @@ pub(crate) unsafe fn expand<S: Short, T: QuantFormat>(s: S, a: &Expand, panel: *
                 a.weight.add(T::GEOMETRY.body(block)),
             );
             let out = panel.add((block * T::GROUPS - a.first) * PANEL_GROUP);
-            expand_half::<S, T, 0>(s, parts, out);
+            expand_half::<S, X, T, 0>(s, parts, out);
             if const { T::GROUPS > 4 } {
-                expand_half::<S, T, 1>(s, parts, out);
+                expand_half::<S, X, T, 1>(s, parts, out);
             }
         }
     }
@@ -546,7 +412,7 @@ pub(crate) unsafe fn expand<S: Short, T: QuantFormat>(s: S, a: &Expand, panel: *
 /// # Safety
 /// As [`gemv_half`]; `out` is the place of the block's first group.
 #[inline(always)]
-unsafe fn expand_half<S: Short, T: QuantFormat, const HALF: usize>(
+unsafe fn expand_half<S: Dot8, X: Codes<S>, T: QuantFormat, const HALF: usize>(
     s: S,
     (head, body): (*const u8, *const u8),
     out: *mut u8,
@@ -560,17 +426,10 @@ unsafe fn expand_half<S: Short, T: QuantFormat, const HALF: usize>(
                 let head = head.add(T::GEOMETRY.head_width * v * width);
                 let body = body.add(4 * v * width);
                 let out = out.add(j * PANEL_GROUP + 4 * v * width);
-                let quads = Packed::<T, HALF> {
-                    body,
-                    j,
-                    of: PhantomData,
-                };
-                eight_times!(q => { l.store(out.add(q * LINE), quads.quad(s, q)); });
+                let quads = Packed::<T, HALF>::new(body, j);
+                each!(q of 0 1 2 3 4 5 6 7 => { l.store(out.add(q * LINE), quads.quad(s, q)); });
                 let f = T::factors::<S::Lanes, HALF>(l, head, body, j);
-                let d = scales::<S::Lanes, T>(l, &f);
-                for (i, d) in d.into_iter().enumerate().take(1 + usize::from(T::HALVES)) {
-                    l.store_f(out.add(AT_D + i * LINE), d);
-                }
+                X::store(s, X::scales::<T>(s, &f), T::HALVES, out.add(AT_SCALES));
                 for (i, min) in f.mins.into_iter().enumerate().take(T::MINS) {
                     l.store_f(out.add(AT_MINS + i * LINE), min);
                 }
@@ -586,20 +445,21 @@ unsafe fn expand_half<S: Short, T: QuantFormat, const HALF: usize>(
 /// many short records; `acc` can be read and written for N rows of 16.
 #[inline(always)]
 pub(crate) unsafe fn tile<
-    S: Short,
+    S: Dot8,
+    X: Codes<S>,
     const HALVES: bool,
     const MINS: usize,
     const RUN: usize,
     const N: usize,
 >(
     s: S,
-    a: &ShortTile,
+    a: &ByteTile,
     acc: *mut f32,
 ) {
     let l = s.lanes();
     let vector = 4 * S::Lanes::WIDTH;
     let acc = acc.cast::<u8>();
-    let ShortTile { tile, offset_bits } = a;
+    let ByteTile { tile, offset_bits } = a;
     for v in 0..ROWS / S::Lanes::WIDTH {
         // SAFETY: group g < count of the panel, and its record in row n < N; row n and vector v of `acc`.
         unsafe {
@@ -609,16 +469,14 @@ pub(crate) unsafe fn tile<
             }
             for g in 0..tile.count {
                 let w = tile.panel.add(g * PANEL_GROUP + v * vector);
-                let x = records::<N>(tile.records.add(g * SHORT_RECORD), tile.stride);
-                let (mut d, mut mins) = ([l.zero_f(); 2], [l.zero_f(); 2]);
-                for (i, d) in d.iter_mut().enumerate().take(1 + usize::from(HALVES)) {
-                    *d = l.load_f(w.add(AT_D + i * LINE));
-                }
+                let x = records::<N>(tile.records.add(g * X::RECORD), tile.stride);
+                let scales = X::load(s, HALVES, w.add(AT_SCALES));
+                let mut mins = [l.zero_f(); 2];
                 for (i, min) in mins.iter_mut().enumerate().take(MINS) {
                     *min = l.load_f(w.add(AT_MINS + i * LINE));
                 }
                 let quads = (InPanel(w), *offset_bits);
-                add_group::<S, _, HALVES, MINS, RUN, N>(s, quads, x, (d, mins), &mut outputs);
+                X::add_group::<_, HALVES, MINS, RUN, N>(s, quads, x, (scales, mins), &mut outputs);
             }
             for (n, output) in outputs.into_iter().enumerate() {
                 l.store_f(acc.add(n * LINE + v * vector), output);
