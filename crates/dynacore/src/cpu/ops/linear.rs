@@ -508,6 +508,7 @@ impl<const W: usize> Product<'_, W> {
                 let at = |row: usize| row / TILE_ROWS * tile_bytes(cols);
                 let args = amx::TileArgs {
                     weights: &weights,
+                    matrices: W,
                     cols,
                     x: &tiles[at(first)..at(first + padded)],
                 };

@@ -22,6 +22,7 @@ use std::arch::x86_64::*;
 
 use dynair::{DType, QuantType};
 
+use super::few::{Panel, Products, Sink, StreamFn};
 use super::{PrepareTilesFn, TILE, TILE_ROWS, TileKernels};
 use crate::cpu::kernels::avx512::Avx512;
 use crate::cpu::kernels::lanes::Lanes;
@@ -34,6 +35,48 @@ use crate::cpu::kernels::{GROUP, Geometry, LINE, ROWS};
 /// The CPU has the table's instruction set; the weight is a row group of the kernel's type that has those groups;
 /// `first` is the first group of a block; `count * TILE` bytes at `panel` can be written.
 pub(crate) type ExpandFn = unsafe fn(weight: &[u8], first: usize, count: usize, scale: f32, panel: *mut u8);
+
+/// The kernels of a type.
+#[derive(Clone, Copy)]
+pub(crate) struct Expand {
+    /// Into panels.
+    pub(crate) panel: ExpandFn,
+    /// While groups are multiplied with one or two tiles of activations.
+    pub(crate) stream: (StreamFn<Products<1>>, StreamFn<Products<2>>),
+}
+
+/// The kernels that function `$into` makes, for each sink.
+macro_rules! kernels {
+    ($into:ident $(, $format:ty)?) => {{
+        /// See [`ExpandFn`].
+        ///
+        /// # Safety
+        /// As there.
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512fp16")]
+        unsafe fn panel(weight: &[u8], first: usize, count: usize, scale: f32, panel: *mut u8) {
+            // SAFETY: the caller's promise is the callee's; a panel has room for `count` tiles.
+            unsafe { $into::<$($format,)? _>(weight, first, count, scale, &mut Panel(panel)) }
+        }
+        /// See [`StreamFn`].
+        ///
+        /// # Safety
+        /// As there.
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512fp16")]
+        unsafe fn stream<const TILES: usize>(
+            weight: &[u8],
+            groups: usize,
+            scale: f32,
+            sink: &mut Products<TILES>,
+        ) {
+            // SAFETY: the caller's promise is the callee's.
+            unsafe { $into::<$($format,)? _>(weight, 0, groups, scale, sink) }
+        }
+        Some(Expand {
+            panel,
+            stream: (stream::<1>, stream::<2>),
+        })
+    }};
+}
 
 /// How far ahead of its use a line is asked for: what is asked for earlier drives activations out of the nearest cache.
 const AHEAD: usize = 1024;
@@ -52,21 +95,21 @@ pub(crate) const KERNELS: TileKernels = TileKernels {
     // In the order of `DType::WEIGHTS`.
     expand: [
         None,
-        Some(expand_f16),
-        Some(expand_bf16),
-        Some(expand::<types::Q4_0>),
-        Some(expand::<types::Q4_1>),
-        Some(expand::<types::Q5_0>),
-        Some(expand::<types::Q5_1>),
-        Some(expand::<types::Q8_0>),
-        Some(expand::<types::Q2K>),
-        Some(expand::<types::Q3K>),
-        Some(expand::<types::Q4K>),
-        Some(expand::<types::Q5K>),
-        Some(expand::<types::Q6K>),
-        Some(expand::<types::Iq4Nl>),
-        Some(expand::<types::Iq4Xs>),
-        Some(expand::<types::Mxfp4>),
+        kernels!(expand_f16),
+        kernels!(expand_bf16),
+        kernels!(expand, types::Q4_0),
+        kernels!(expand, types::Q4_1),
+        kernels!(expand, types::Q5_0),
+        kernels!(expand, types::Q5_1),
+        kernels!(expand, types::Q8_0),
+        kernels!(expand, types::Q2K),
+        kernels!(expand, types::Q3K),
+        kernels!(expand, types::Q4K),
+        kernels!(expand, types::Q5K),
+        kernels!(expand, types::Q6K),
+        kernels!(expand, types::Iq4Nl),
+        kernels!(expand, types::Iq4Xs),
+        kernels!(expand, types::Mxfp4),
     ],
 };
 
@@ -204,13 +247,19 @@ fn lift(row: &[f32]) -> i32 {
     (LIFTED - ((largest >> 23) - 127)).min(126)
 }
 
-/// See [`ExpandFn`].
+/// Expands groups `first..first + count`.
 ///
 /// # Safety
-/// As there.
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512fp16")]
-unsafe fn expand<T: QuantFormat>(weight: &[u8], first: usize, count: usize, scale: f32, panel: *mut u8) {
-    // SAFETY: the caller promises the instruction set, the groups and the panel.
+/// As [`ExpandFn`]; the sink takes `count` tiles.
+#[inline(always)]
+unsafe fn expand<T: QuantFormat, S: Sink>(
+    weight: &[u8],
+    first: usize,
+    count: usize,
+    scale: f32,
+    sink: &mut S,
+) {
+    // SAFETY: the caller promises the instruction set, the groups and the sink.
     unsafe {
         let l = Avx512::new();
         let codes = Codes::new::<T>();
@@ -219,10 +268,9 @@ unsafe fn expand<T: QuantFormat>(weight: &[u8], first: usize, count: usize, scal
                 weight.as_ptr().add(T::GEOMETRY.head(b)),
                 weight.as_ptr().add(T::GEOMETRY.body(b)),
             );
-            let out = panel.add((b * T::GROUPS - first) * TILE);
-            half::<T, 0>(l, &codes, block, scale, out);
+            half::<T, S, 0>(l, &codes, block, scale, sink);
             if const { T::GROUPS > 4 } {
-                half::<T, 1>(l, &codes, block, scale, out);
+                half::<T, S, 1>(l, &codes, block, scale, sink);
             }
         }
     }
@@ -231,43 +279,28 @@ unsafe fn expand<T: QuantFormat>(weight: &[u8], first: usize, count: usize, scal
 /// Up to four groups of a block, written out: shifts by constants cost less.
 ///
 /// # Safety
-/// As [`ExpandFn`], for the block.
+/// As [`expand`], for the block.
 #[inline(always)]
-unsafe fn half<T: QuantFormat, const HALF: usize>(
+unsafe fn half<T: QuantFormat, S: Sink, const HALF: usize>(
     l: Avx512,
     codes: &Codes,
     block: (*const u8, *const u8),
     scale: f32,
-    out: *mut u8,
+    sink: &mut S,
 ) {
+    macro_rules! groups {
+        ($($j:literal)*) => {
+            $(
+                group::<T, HALF>(l, codes, block, 4 * HALF + $j, scale, sink.place());
+                sink.written();
+            )*
+        };
+    }
     // SAFETY: the caller's promise; a block has whole halves, or one group.
     unsafe {
-        group::<T, HALF>(l, codes, block, 4 * HALF, scale, out.add(4 * HALF * TILE));
+        groups!(0);
         if const { T::GROUPS > 1 } {
-            group::<T, HALF>(
-                l,
-                codes,
-                block,
-                4 * HALF + 1,
-                scale,
-                out.add((4 * HALF + 1) * TILE),
-            );
-            group::<T, HALF>(
-                l,
-                codes,
-                block,
-                4 * HALF + 2,
-                scale,
-                out.add((4 * HALF + 2) * TILE),
-            );
-            group::<T, HALF>(
-                l,
-                codes,
-                block,
-                4 * HALF + 3,
-                scale,
-                out.add((4 * HALF + 3) * TILE),
-            );
+            groups!(1 2 3);
         }
     }
 }
@@ -454,16 +487,16 @@ unsafe fn pair_lines(p: *const u8) -> [__m512i; 2] {
     }
 }
 
-/// F16; see [`ExpandFn`]. Each value is rounded to the nearest bf16, halves away from zero.
+/// As [`expand`], of F16: each value is rounded to the nearest bf16, halves away from zero.
 ///
 /// # Safety
 /// As there.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512fp16")]
-unsafe fn expand_f16(weight: &[u8], first: usize, count: usize, scale: f32, panel: *mut u8) {
-    // SAFETY: the caller promises the instruction set, the groups and the panel.
+#[inline(always)]
+unsafe fn expand_f16<S: Sink>(weight: &[u8], first: usize, count: usize, scale: f32, sink: &mut S) {
+    // SAFETY: the caller promises the instruction set, the groups and the sink.
     unsafe {
         let scale = twice(_mm512_set1_ps(scale));
-        float_lines(weight, first, count, panel, |values| {
+        float_lines(weight, first, count, sink, |values| {
             let scaled = _mm512_castph_si512(_mm512_mul_ph(
                 _mm512_castsi512_ph(values),
                 _mm512_castsi512_ph(scale),
@@ -476,40 +509,45 @@ unsafe fn expand_f16(weight: &[u8], first: usize, count: usize, scale: f32, pane
     }
 }
 
-/// BF16, which tiles take as it is; see [`ExpandFn`].
+/// As [`expand`], of BF16, which tiles take as it is.
 ///
 /// # Safety
 /// As there.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn expand_bf16(weight: &[u8], first: usize, count: usize, _: f32, panel: *mut u8) {
-    // SAFETY: the caller promises the instruction set, the groups and the panel.
-    unsafe { float_lines(weight, first, count, panel, |values| values) }
+#[inline(always)]
+unsafe fn expand_bf16<S: Sink>(weight: &[u8], first: usize, count: usize, _: f32, sink: &mut S) {
+    // SAFETY: the caller promises the instruction set, the groups and the sink.
+    unsafe { float_lines(weight, first, count, sink, |values| values) }
 }
 
 /// Tiles of 16-bit weights, each line as `convert` makes it of the pairs.
 ///
 /// # Safety
-/// As [`ExpandFn`].
+/// As [`expand`].
 #[inline(always)]
-unsafe fn float_lines(
+unsafe fn float_lines<S: Sink>(
     weight: &[u8],
     first: usize,
     count: usize,
-    panel: *mut u8,
+    sink: &mut S,
     convert: impl Fn(__m512i) -> __m512i,
 ) {
     /// Bytes of four rows.
     const FOUR: usize = 4 * ROWS * 2;
-    for quad in 0..count * GROUP / 4 {
-        // SAFETY: the caller promises the groups and the panel, eight times four rows and sixteen lines for each.
-        unsafe {
-            let p = weight.as_ptr().add(first * GROUP * ROWS * 2 + quad * FOUR);
-            Avx512::new().prefetch(p.wrapping_add(AHEAD));
-            Avx512::new().prefetch(p.wrapping_add(AHEAD + LINE));
-            for (i, line) in pair_lines(p).into_iter().enumerate() {
-                _mm512_storeu_si512(panel.add((2 * quad + i) * LINE).cast(), convert(line));
+    for group in first..first + count {
+        let tile = sink.place();
+        for quad in 0..GROUP / 4 {
+            // SAFETY: the caller promises the groups and the sink, eight times four rows and sixteen lines for each.
+            unsafe {
+                let p = weight.as_ptr().add(group * GROUP * ROWS * 2 + quad * FOUR);
+                Avx512::new().prefetch(p.wrapping_add(AHEAD));
+                Avx512::new().prefetch(p.wrapping_add(AHEAD + LINE));
+                for (i, line) in pair_lines(p).into_iter().enumerate() {
+                    _mm512_storeu_si512(tile.add((2 * quad + i) * LINE).cast(), convert(line));
+                }
             }
         }
+        // SAFETY: it has been written.
+        unsafe { sink.written() };
     }
 }
 

@@ -29,13 +29,14 @@
 
 pub(crate) mod attention;
 pub(crate) mod expand;
+mod few;
 
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use self::expand::{ExpandFn, Scales};
+use self::expand::{Expand, Scales};
 use super::{GROUP, ROWS};
 use crate::cpu::table::KernelTable;
 use dynair::DType;
@@ -55,8 +56,8 @@ const CHUNK: usize = 48;
 /// Bytes of sums that wait for the next chunk together: with a block of activations, a second-level cache.
 const SUM_BYTES: usize = 704 << 10;
 
-/// Most rows for which weights stream, each row group from its start to its end.
-const FEW: usize = 32;
+/// Row groups of a matrix that follow each other before those of the next, for few rows.
+const RUN: usize = 32;
 
 const _: () = assert!(PANEL.is_multiple_of(8) && CHUNK.is_multiple_of(PANEL));
 
@@ -75,7 +76,7 @@ pub(crate) struct TileKernels {
     /// Rounds up to [`TILE_ROWS`] rows of activations into tiles.
     pub(crate) prepare: PrepareTilesFn,
     /// By [`slot`](crate::cpu::table::slot); a type without one takes the other path.
-    pub(crate) expand: [Option<ExpandFn>; DType::WEIGHTS.len()],
+    pub(crate) expand: [Option<Expand>; DType::WEIGHTS.len()],
 }
 
 /// `x [m, K]` with m up to [`TILE_ROWS`] into `tiles`, [`TILE`] bytes for each 32 values of K; `sums` are the factors
@@ -126,14 +127,16 @@ pub(crate) struct RowGroup<'a> {
     /// Its packed bytes.
     pub(crate) packed: &'a [u8],
     pub(crate) scales: Scales,
-    /// The kernel of its type.
-    pub(crate) expand: ExpandFn,
+    /// The kernels of its type.
+    pub(crate) expand: Expand,
 }
 
 /// Row groups and the tiles they meet.
 pub(crate) struct TileArgs<'a> {
-    /// Each two of them, which are taken together, and perhaps a last one.
+    /// Each two of them are taken together, and perhaps a last one.
     pub(crate) weights: &'a [RowGroup<'a>],
+    /// From how many matrices they come, in turn.
+    pub(crate) matrices: usize,
     /// K, a multiple of 32.
     pub(crate) cols: usize,
     /// Prepared activations, [`rows_bytes`] for each 16 rows, aligned to 64 bytes for speed.
@@ -156,8 +159,9 @@ impl Buffers {
     }
 }
 
-/// Multiplies row groups with all rows of activations. `done(first, sums)` takes the products of each two row groups,
-/// the first of which is number `first`, as soon as they are there: `[row groups][m][16]`, m rounded up to tiles.
+/// Multiplies row groups with all rows of activations. `done(first, sums)` takes the products of some row groups,
+/// the first of which is number `first`, as soon as they are there: `[row groups][m][16]`, m rounded up to tiles. They are
+/// whole pairs, or for few rows as many of each matrix, up to the last.
 ///
 /// # Panics
 /// If the lengths do not agree.
@@ -178,9 +182,62 @@ pub(crate) unsafe fn product(
         "whole tiles"
     );
     let rows = tiles * TILE_ROWS;
-    let chunk = if rows <= FEW { groups } else { CHUNK };
+    // SAFETY: the caller promises the instruction set and the permission; the configuration is this function's for its
+    // whole length, since nothing it calls uses tiles but the products.
+    unsafe { configure() };
+    // SAFETY: the caller's promise, and tiles are configured.
+    unsafe {
+        if tiles <= few::MOST {
+            few_rows(args, rows, buffers, &mut done);
+        } else {
+            many_rows(args, rows, buffers, &mut done);
+        }
+    }
+    // SAFETY: as for `configure`.
+    unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
+}
+
+/// Takes a good many row groups of each matrix in turn, so that their weights come in long runs.
+///
+/// # Safety
+/// As [`product`]; tiles are configured.
+unsafe fn few_rows(
+    args: &TileArgs<'_>,
+    rows: usize,
+    buffers: &mut Buffers,
+    done: &mut impl FnMut(usize, &mut [[f32; ROWS]]),
+) {
+    let Buffers { panel, sums } = buffers;
+    panel.resize(few::ring_bytes() / size_of::<Line>(), Line::ZERO);
+    let together = RUN * args.matrices;
+    sums.resize(together.min(args.weights.len()) * rows, Line::ZERO);
+    for (run, weights) in args.weights.chunks(together).enumerate() {
+        let sums = Line::values(&mut sums[..weights.len() * rows]);
+        for matrix in 0..args.matrices {
+            for i in (matrix..weights.len()).step_by(args.matrices) {
+                let sums = &mut sums[i * rows..(i + 1) * rows];
+                // SAFETY: the caller's promise.
+                unsafe {
+                    few::row_group(args, &weights[i], panel, sums);
+                    scale_pair(args, &weights[i..=i], sums);
+                }
+            }
+        }
+        done(run * together, sums);
+    }
+}
+
+/// # Safety
+/// As [`product`]; tiles are configured.
+unsafe fn many_rows(
+    args: &TileArgs<'_>,
+    rows: usize,
+    buffers: &mut Buffers,
+    done: &mut impl FnMut(usize, &mut [[f32; ROWS]]),
+) {
+    let groups = args.cols / GROUP;
     // Sums wait for the next chunk; where there is none, a pair's are done with before the next pair's begin.
-    let together = if chunk < groups {
+    let together = if CHUNK < groups {
         (SUM_BYTES / (rows * size_of::<Line>())).max(2) / 2 * 2
     } else {
         2
@@ -191,12 +248,9 @@ pub(crate) unsafe fn product(
         together.min(args.weights.len().next_multiple_of(2)) * rows,
         Line::ZERO,
     );
-    // SAFETY: the caller promises the instruction set and the permission; the configuration is this function's for its
-    // whole length, since nothing it calls uses tiles but `multiply`.
-    unsafe { configure() };
     for (block, weights) in args.weights.chunks(together).enumerate() {
-        for first in (0..groups).step_by(chunk) {
-            let end = groups.min(first + chunk);
+        for first in (0..groups).step_by(CHUNK) {
+            let end = groups.min(first + CHUNK);
             for (i, pair) in weights.chunks(2).enumerate() {
                 let sums = Line::values(&mut sums[2 * i * rows..(2 * i + pair.len()) * rows]);
                 if first == 0 {
@@ -216,8 +270,6 @@ pub(crate) unsafe fn product(
             }
         }
     }
-    // SAFETY: as for `configure`.
-    unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
 }
 
 /// Expands groups of K of one or two row groups and adds their products with all rows of x to the sums.
@@ -236,7 +288,7 @@ unsafe fn multiply(
         // SAFETY: the groups lie inside the row group, and the panel has room for them, as the caller promises.
         unsafe {
             let panel = panel.add(i * count * TILE);
-            (weight.expand)(weight.packed, range.start, count, weight.scales.weights, panel);
+            (weight.expand.panel)(weight.packed, range.start, count, weight.scales.weights, panel);
         };
     }
     let rows_bytes = rows_bytes(args.cols);
