@@ -44,11 +44,9 @@ const fn tiles_from(dtype: DType, whole: bool) -> usize {
     match dtype {
         // They read x itself.
         DType::F32 => 0,
-        DType::F16 | DType::Bf16 => 13,
-        _ if whole => 7,
-        DType::Quant(
-            QuantType::Q4_0 | QuantType::Q4_1 | QuantType::Q8_0 | QuantType::Q3K | QuantType::Q6K,
-        ) => 13,
+        _ if whole && !matches!(dtype, DType::F16 | DType::Bf16) => 7,
+        DType::Quant(QuantType::Q3K) => 13,
+        DType::Quant(QuantType::Q6K) => 11,
         _ => 9,
     }
 }
