@@ -26,6 +26,10 @@ unsafe impl Plain for u8 {}
 // SAFETY: every bit pattern is a valid u32.
 unsafe impl Plain for u32 {}
 
+/// Bytes of a huge page of x86-64 and AArch64.
+#[cfg(target_os = "linux")]
+const HUGE: usize = 2 << 20;
+
 /// See the module's docs.
 pub(crate) struct SharedMem<T: Plain> {
     start: NonNull<T>,
@@ -53,6 +57,12 @@ impl<T: Plain> SharedMem<T> {
     pub(crate) fn zeroed(len: usize) -> Option<SharedMem<T>> {
         let bytes = len.max(1).checked_mul(size_of::<T>())?;
         let mut map = MmapMut::map_anon(bytes).ok()?;
+        // Rows of activations and blocks of a cache lie pages apart: with small pages each is a walk of its own. The
+        // advice may fail: older kernels have no huge pages. Where not all is used, at most one of them is wasted.
+        #[cfg(target_os = "linux")]
+        if bytes >= HUGE {
+            let _ = map.advise(memmap2::Advice::HugePage);
+        }
         let start = NonNull::new(map.as_mut_ptr().cast::<T>())?;
         Some(SharedMem {
             start,
