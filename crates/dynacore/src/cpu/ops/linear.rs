@@ -35,10 +35,6 @@ const LEAST_BLOCK: usize = 48;
 const STREAMED: usize = 32;
 const TOGETHER: usize = 32;
 
-/// Rows whose outputs of several row groups are put before those of the next: their pages fit the nearest look-aside buffer.
-#[cfg(target_arch = "x86_64")]
-const PUT_ROWS: usize = 32;
-
 /// Rows of activations that are prepared together as tiles.
 pub const TILE_ROWS: usize = 16;
 
@@ -515,17 +511,10 @@ impl<const W: usize> Product<'_, W> {
                     x: &tiles[at(first)..at(first + padded)],
                 };
                 let finish = |number: usize, sums: &mut [[f32; ROWS]]| {
-                    // Some rows at a time: each row's outputs lie in pages of their own.
-                    for start in (0..m).step_by(PUT_ROWS) {
-                        let rows = start..m.min(start + PUT_ROWS);
-                        for i in 0..sums.len() / (W * padded) {
-                            let part = |w| (i * W + w) * padded;
-                            let parts = std::array::from_fn(|w| part(w) + rows.start..part(w) + rows.end);
-                            let acc = sums
-                                .get_disjoint_mut(parts)
-                                .expect("parts of different row groups");
-                            done(first + rows.start, (groups.start + number / W + i) * ROWS, acc);
-                        }
+                    for (i, sums) in sums.chunks_exact_mut(W * padded).enumerate() {
+                        let mut parts = sums.chunks_exact_mut(padded);
+                        let acc = std::array::from_fn(|_| &mut parts.next().expect("W parts of sums")[..m]);
+                        done(first, (groups.start + number / W + i) * ROWS, acc);
                     }
                 };
                 // SAFETY: a table with these kernels is handed out only if the CPU has its instruction set and the

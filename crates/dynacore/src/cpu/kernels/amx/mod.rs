@@ -18,10 +18,10 @@
 //!
 //! ```text
 //! for each chunk of K                      so that its tiles of x stay in the second-level cache
-//!     for each two row groups              32 outputs
+//!     for each two row groups              32 outputs (few rows of x: first these, then the chunks)
 //!         for each panel of the chunk      so that it stays in the nearest cache
 //!             expand the weights
-//!             for each 32 rows of x        2 x 2 accumulators of 16 x 16; weights of the next panel are asked for
+//!             for each 32 rows of x        2 x 2 accumulators of 16 x 16
 //! ```
 //!
 //! A tile product takes 16 cycles, the loads of its operands 8 from the nearest cache and 20 from the next: one operand
@@ -37,7 +37,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use self::expand::{Expand, Scales};
-use super::{GROUP, LINE, ROWS};
+use super::{GROUP, ROWS};
 use crate::cpu::table::KernelTable;
 use dynair::DType;
 
@@ -55,9 +55,6 @@ const CHUNK: usize = 48;
 
 /// Bytes of sums that wait for the next chunk together: with a block of activations, a second-level cache.
 const SUM_BYTES: usize = 704 << 10;
-
-/// Most row groups whose sums wait for each other: 16 of them are a kibibyte of a row's outputs.
-const MOST_TOGETHER: usize = 16;
 
 /// Row groups of a matrix that follow each other before those of the next, for few rows.
 const RUN: usize = 32;
@@ -230,36 +227,6 @@ unsafe fn few_rows(
     }
 }
 
-/// A panel: groups of K of two row groups, or of a last one.
-#[derive(Clone)]
-struct Step<'a> {
-    /// The first row group of those that are finished together.
-    first: usize,
-    /// The pair's place among these.
-    pair: usize,
-    weights: &'a [RowGroup<'a>],
-    range: Range<usize>,
-}
-
-/// All panels in the order of the walk, for blocks of `together` row groups.
-fn steps<'a>(args: &TileArgs<'a>, together: usize) -> impl Iterator<Item = Step<'a>> + use<'a> {
-    let (weights, groups) = (args.weights, args.cols / GROUP);
-    (0..weights.len()).step_by(together).flat_map(move |first| {
-        let block = &weights[first..weights.len().min(first + together)];
-        (0..groups).step_by(CHUNK).flat_map(move |chunk| {
-            block.chunks(2).enumerate().flat_map(move |(pair, weights)| {
-                let end = groups.min(chunk + CHUNK);
-                (chunk..end).step_by(PANEL).map(move |at| Step {
-                    first,
-                    pair,
-                    weights,
-                    range: at..end.min(at + PANEL),
-                })
-            })
-        })
-    })
-}
-
 /// # Safety
 /// As [`product`]; tiles are configured.
 unsafe fn many_rows(
@@ -269,77 +236,40 @@ unsafe fn many_rows(
     done: &mut impl FnMut(usize, &mut [[f32; ROWS]]),
 ) {
     let groups = args.cols / GROUP;
-    // Sums wait for the next chunk, and for each other: a row's outputs of one block are put together.
-    let together = (SUM_BYTES / (rows * size_of::<Line>())).clamp(2, MOST_TOGETHER) / 2 * 2;
+    // Sums wait for the next chunk; where there is none, a pair's are done with before the next pair's begin.
+    let together = if CHUNK < groups {
+        (SUM_BYTES / (rows * size_of::<Line>())).max(2) / 2 * 2
+    } else {
+        2
+    };
     let Buffers { panel, sums } = buffers;
     panel.resize(2 * PANEL.min(groups) * TILE / size_of::<Line>(), Line::ZERO);
     sums.resize(
         together.min(args.weights.len().next_multiple_of(2)) * rows,
         Line::ZERO,
     );
-    let mut steps = steps(args, together).peekable();
-    while let Some(Step {
-        first,
-        pair,
-        weights,
-        range,
-    }) = steps.next()
-    {
-        let of_pair = 2 * pair * rows..(2 * pair + weights.len()) * rows;
-        let pair_sums = Line::values(&mut sums[of_pair.clone()]);
-        if range.start == 0 {
-            pair_sums.fill([0.0; ROWS]);
-        }
-        let last = range.end == groups;
-        // SAFETY: the caller promises the instruction set and the weights; tiles are configured, and the panel has room.
-        unsafe {
-            let panel = panel.as_mut_ptr().cast();
-            multiply(args, weights, range, panel, pair_sums, steps.peek());
-            if last {
-                scale_pair(args, weights, pair_sums);
+    for (block, weights) in args.weights.chunks(together).enumerate() {
+        for first in (0..groups).step_by(CHUNK) {
+            let end = groups.min(first + CHUNK);
+            for (i, pair) in weights.chunks(2).enumerate() {
+                let sums = Line::values(&mut sums[2 * i * rows..(2 * i + pair.len()) * rows]);
+                if first == 0 {
+                    sums.fill([0.0; ROWS]);
+                }
+                for first in (first..end).step_by(PANEL) {
+                    let range = first..end.min(first + PANEL);
+                    // SAFETY: the caller promises the instruction set and the weights; tiles are configured, and the
+                    // panel has room.
+                    unsafe { multiply(args, pair, range, panel.as_mut_ptr().cast(), sums) };
+                }
+                if end == groups {
+                    // SAFETY: the caller promises the instruction set.
+                    unsafe { scale_pair(args, pair, sums) };
+                    done(block * together + 2 * i, sums);
+                }
             }
         }
-        if last && steps.peek().is_none_or(|next| next.first != first) {
-            done(first, Line::values(&mut sums[..of_pair.end]));
-        }
     }
-}
-
-/// Asks for the lines of a panel's weights, some with each of several turns.
-struct Ahead<'a> {
-    lines: [&'a [u8]; 2],
-    /// Bytes a turn.
-    each: usize,
-}
-
-impl<'a> Ahead<'a> {
-    fn new(args: &TileArgs<'_>, next: Option<&Step<'a>>, turns: usize) -> Ahead<'a> {
-        let groups = args.cols / GROUP;
-        let mut lines: [&[u8]; 2] = [&[]; 2];
-        if let Some(next) = next {
-            for (lines, weight) in lines.iter_mut().zip(next.weights) {
-                let at = |group: usize| weight.packed.len() * group / groups;
-                *lines = &weight.packed[at(next.range.start)..at(next.range.end)];
-            }
-        }
-        let each = lines[0].len().div_ceil(turns).next_multiple_of(LINE);
-        Ahead { lines, each }
-    }
-
-    fn turn(&mut self) {
-        for lines in &mut self.lines {
-            let (now, later) = lines.split_at(self.each.min(lines.len()));
-            now.chunks(LINE).for_each(|line| prefetch_second(line.as_ptr()));
-            *lines = later;
-        }
-    }
-}
-
-/// Asks for the line at `p` in the second-level cache.
-#[inline(always)]
-fn prefetch_second(p: *const u8) {
-    // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
-    unsafe { _mm_prefetch::<{ _MM_HINT_T1 }>(p.cast()) }
 }
 
 /// Expands groups of K of one or two row groups and adds their products with all rows of x to the sums.
@@ -352,7 +282,6 @@ unsafe fn multiply(
     range: Range<usize>,
     panel: *mut u8,
     sums: &mut [[f32; ROWS]],
-    next: Option<&Step<'_>>,
 ) {
     let count = range.len();
     for (i, weight) in weights.iter().enumerate() {
@@ -366,9 +295,7 @@ unsafe fn multiply(
     let tiles = args.x.len() / rows_bytes;
     assert_eq!(sums.len(), weights.len() * tiles * TILE_ROWS, "a sum per output");
     let sums = sums.as_mut_ptr().cast::<u8>();
-    let mut ahead = Ahead::new(args, next, tiles.div_ceil(2));
     for tile in (0..tiles).step_by(2) {
-        ahead.turn();
         let at = |t: usize| t * rows_bytes + range.start * TILE;
         // SAFETY: tile `tile` (and the next, where there is one) of x holds the groups of the range; the panel holds as
         // many for each row group, just written; the sums of a row group are `tiles` tiles.
