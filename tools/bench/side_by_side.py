@@ -6,8 +6,10 @@ usage: side_by_side.py --dynalm BIN --peer DIR --model FILE [--rounds N] [--pref
 
 `--peer` is the folder with llama-bench, llama-batched-bench and llama-server, built with GGML_NATIVE=ON. `--decode` are
 contexts from which 128 tokens are decoded. A round runs ours, then theirs, so that a slow phase of the machine meets
-both; a ratio is taken per round. `--servers` compares the two servers as well: as many users as the last of `--users`,
-prompts of `--context` tokens that differ, 128 tokens in answer. Prints one JSON object.
+both; a ratio is taken per round. What only one of the two states has none: of ours, which share of a streaming read the
+reading of weights and cache reached while decoding (`share of read`, measured beside each round). `--servers` compares
+the two servers as well: as many users as the last of `--users`, prompts of `--context` tokens that differ, 128 tokens in
+answer. Prints one JSON object.
 """
 import argparse, json, os, socket, statistics, subprocess, time, urllib.request
 
@@ -28,6 +30,7 @@ def ours(a):
     for n in a.decode:
         for r in records(base + ["--prefill", "0", "--decode", "128", "--context", str(n), "--users", "0"]):
             figures[f"decode from {n}"] = r["steady_tokens_per_s"] or r["tokens_per_s"]
+            figures[f"decode from {n} share of read"] = r["read_share"]
     for n in a.users:
         # Replies long enough that all users decode together for a while: prompts are prefilled meanwhile.
         reply = 32 + n * a.context // 128
@@ -121,15 +124,24 @@ def main():
             for figures, more in zip((mine, peer), servers(a)):
                 figures.update(more)
         rounds.append((mine, peer))
+    print(json.dumps(summed(a, rounds)))
+
+
+def summed(a, rounds):
+    """The report of rounds, each a pair of figures by name: ours and theirs. What a side lacks in a round it lacks."""
     report = {"model": os.path.basename(a.model), "rounds": a.rounds, "context": a.context, "threads": a.threads}
     show = lambda v: [round(min(v), 2), round(statistics.median(v), 2), round(max(v), 2)]
-    for figure in rounds[0][0]:
-        if not all(figure in peer for _, peer in rounds):
-            continue
-        mine, peer = [o[figure] for o, _ in rounds], [t[figure] for _, t in rounds]
-        ratios = [m / p for m, p in zip(mine, peer)]
-        report[figure] = {"dynalm": show(mine), "llama.cpp": show(peer), "ratio": show(ratios)}
-    print(json.dumps(report))
+    for figure in dict.fromkeys(name for sides in rounds for side in sides for name in side):
+        sides = {}
+        for i, engine in enumerate(("dynalm", "llama.cpp")):
+            values = [r[i].get(figure) for r in rounds]
+            if None not in values:
+                sides[engine] = values
+        if sides:
+            report[figure] = {engine: show(values) for engine, values in sides.items()}
+        if len(sides) == 2:
+            report[figure]["ratio"] = show([m / p for m, p in zip(*sides.values())])
+    return report
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::reading::{Read, Reading};
 use super::stats::{quantile, sorted};
 use crate::sample::params::TokenId;
 
@@ -123,6 +124,10 @@ pub(super) trait Engine: Sync {
     fn peak_resident(&self) -> Option<u64>;
     /// Facts for the summary: what it is, by its own report.
     fn describe(&self) -> serde_json::Value;
+    /// What its decoding reads, where that can be told: in this process.
+    fn reading(&self) -> Option<&Reading> {
+        None
+    }
 }
 
 /// Numbers without pattern, the same for the same seed (SplitMix64), and a count.
@@ -205,6 +210,9 @@ pub(super) struct Measured {
     pub(super) cached_tokens: Option<usize>,
     /// Parts the replies arrived in.
     pub(super) events: usize,
+    /// Decoding in this process only.
+    #[serde(flatten)]
+    pub(super) read: Option<Read>,
 }
 
 /// One round of `point` on `engine`; prompts are made before the clock starts.
@@ -219,6 +227,8 @@ pub(super) fn round(
     let prompts: Vec<Prompt> = (0..point.requests())
         .map(|_| engine.prompt(random, prompt, shared))
         .collect();
+    let reading = engine.reading().filter(|_| matches!(point, Point::Decode { .. }));
+    let before = reading.map(Reading::stream).transpose()?;
     let traces = match *point {
         Point::Prefill { .. } | Point::Decode { .. } => prompts
             .into_iter()
@@ -227,7 +237,15 @@ pub(super) fn round(
         Point::Users { requests, .. } => closed_loop(engine, &prompts, requests, reply)?,
         Point::Rate { rate, .. } => open_loop(engine, &prompts, rate, reply, random)?,
     };
-    measure(engine.label(), point, &traces)
+    let after = reading.map(Reading::stream).transpose()?;
+    let mut measured = measure(engine.label(), point, &traces)?;
+    if let (Some(reading), Some(before), Some(after)) = (reading, before, after) {
+        let (prompt, timed) = (measured.prompt_tokens, measured.output_tokens - 1);
+        // The step that makes the second token is fed the first one, and attends to it as well.
+        let bytes = reading.bytes_per_token(prompt + 1..prompt + 1 + timed);
+        measured.read = Some(Read::new(bytes, measured.tokens_per_s, [before, after]));
+    }
+    Ok(measured)
 }
 
 /// Every user in a thread of its own, `requests` prompts each.
@@ -344,6 +362,7 @@ fn measure(label: &str, point: &Point, traces: &[Trace]) -> anyhow::Result<Measu
         output_tokens,
         cached_tokens: traces.iter().map(|t| t.cached_tokens).sum(),
         events: sum(|t| t.events.len()),
+        read: None,
     })
 }
 

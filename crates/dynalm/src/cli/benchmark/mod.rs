@@ -7,6 +7,7 @@
 
 mod drive;
 mod local;
+mod reading;
 mod remote;
 mod report;
 mod roofline;

@@ -91,6 +91,12 @@ impl<'a> Series<'a> {
         value["steady_tokens_per_s"] = json!(self.spread(|m| m.steady_tokens_per_s));
         value["ttft_ms"] = json!(self.quantiles(|m| Some(m.ttft_ms)));
         value["gap_ms"] = json!(self.quantiles(|m| m.gap_ms));
+        if let Some(bytes) = self.median(|m| m.read.map(|r| r.read_bytes_per_token)) {
+            value["read_bytes_per_token"] = json!(bytes);
+            value["read_bytes_per_s"] = json!(self.spread(|m| m.read.map(|r| r.read_bytes_per_s)));
+            value["stream_bytes_per_s"] = json!(self.spread(|m| m.read.map(|r| r.stream_bytes_per_s)));
+            value["read_share"] = json!(self.spread(|m| m.read.map(|r| r.read_share)));
+        }
         value["cached_tokens"] = json!(self.rounds().filter_map(|r| r.measured.cached_tokens).max());
         value
     }
@@ -219,6 +225,8 @@ pub(super) fn table(series: &[Series<'_>]) -> String {
         "all decoding",
         "first token ms p50 / p95",
         "gap ms p50 / p95 / p99",
+        "reads GB/s",
+        "of a stream",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     let dash = || "-".to_owned();
@@ -227,6 +235,8 @@ pub(super) fn table(series: &[Series<'_>]) -> String {
         let steady = s.median(|m| m.steady_tokens_per_s);
         let ttft = s.quantiles(|m| Some(m.ttft_ms));
         let gap = s.quantiles(|m| m.gap_ms);
+        let reads = s.median(|m| m.read.map(|r| r.read_bytes_per_s));
+        let share = s.median(|m| m.read.map(|r| r.read_share));
         rows.push(vec![
             s.point.title(),
             s.engine.to_owned(),
@@ -235,6 +245,8 @@ pub(super) fn table(series: &[Series<'_>]) -> String {
             steady.map_or_else(dash, number),
             ttft.map_or_else(dash, |q| list(&[q.p50, q.p95])),
             gap.map_or_else(dash, |q| list(&[q.p50, q.p95, q.p99])),
+            reads.map_or_else(dash, |bytes| number(bytes / 1e9)),
+            share.map_or_else(dash, |share| format!("{:.0} %", 100.0 * share)),
         ]);
     }
     console::table(&rows)
@@ -305,6 +317,7 @@ mod tests {
                 output_tokens: 1,
                 cached_tokens: None,
                 events: 1,
+                read: None,
             },
             peak_resident_bytes: Some(7),
         }

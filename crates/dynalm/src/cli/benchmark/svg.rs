@@ -307,6 +307,7 @@ mod tests {
                 prompt_tokens: 1,
                 output_tokens: 1,
                 cached_tokens: None,
+                read: None,
                 events: 1,
             },
             peak_resident_bytes: None,
