@@ -37,7 +37,7 @@ def ours(a):
     for n in a.decode:
         for r in records(base + ["--prefill", "0", "--decode", "128", "--context", str(n), "--users", "0"]):
             figures[f"decode from {n}"] = r["steady_tokens_per_s"] or r["tokens_per_s"]
-            figures[f"decode from {n} share of read"] = r["read_share"]
+            figures[f"decode from {n} share of read"] = r.get("read_share")
     for n in a.users:
         # Replies long enough that all users decode together for a while: prompts are prefilled meanwhile.
         reply = 32 + n * a.context // 128

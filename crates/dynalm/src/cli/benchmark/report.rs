@@ -83,7 +83,7 @@ impl<'a> Series<'a> {
 
     /// For the summary record.
     pub(super) fn json(&self) -> Value {
-        let rate = self.spread(|m| Some(m.tokens_per_s));
+        let rate = self.spread(|m| m.tokens_per_s);
         let mut value = serde_json::to_value(self.point).expect("a point is JSON");
         value["rounds"] = self.rounds().count().into();
         value["tokens_per_s"] = json!(rate);
@@ -146,7 +146,7 @@ pub(super) struct Comparison<'a> {
 /// The values that are compared: name, whether only where several requests run together, and how to get it.
 type Value64 = fn(&Measured) -> Option<f64>;
 const COMPARED: [(&str, bool, Value64); 4] = [
-    ("tokens_per_s", false, |m| Some(m.tokens_per_s)),
+    ("tokens_per_s", false, |m| m.tokens_per_s),
     ("steady_tokens_per_s", true, |m| m.steady_tokens_per_s),
     ("ttft_ms.p50", true, |m| Some(m.ttft_ms.p50)),
     ("gap_ms.p50", true, |m| m.gap_ms.map(|g| g.p50)),
@@ -231,7 +231,7 @@ pub(super) fn table(series: &[Series<'_>]) -> String {
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     let dash = || "-".to_owned();
     for s in series {
-        let rate = s.spread(|m| Some(m.tokens_per_s));
+        let rate = s.spread(|m| m.tokens_per_s);
         let steady = s.median(|m| m.steady_tokens_per_s);
         let ttft = s.quantiles(|m| Some(m.ttft_ms));
         let gap = s.quantiles(|m| m.gap_ms);
@@ -304,7 +304,7 @@ mod tests {
             round,
             point: Point::Prefill { tokens: 64 },
             measured: Measured {
-                tokens_per_s: rate,
+                tokens_per_s: Some(rate),
                 steady_tokens_per_s: None,
                 ttft_ms: Quantiles {
                     p50: 1.0,
@@ -355,6 +355,24 @@ mod tests {
         assert_eq!(found[0].json()["ratio"]["max"], 1.2);
         assert_eq!(found[0].json()["figure"], "prefill");
         assert!(comparison_table(&found).contains("a / b"));
+    }
+
+    #[test]
+    fn a_figure_without_a_rate_says_so_and_is_not_compared() {
+        let mut all = vec![record("a", 1, 1.0), record("b", 1, 1.0)];
+        all[0].measured.tokens_per_s = None;
+        let text = serde_json::to_value(&all[0]).expect("JSON");
+        assert!(text["tokens_per_s"].is_null());
+        assert_eq!(
+            serde_json::from_value::<RoundRecord>(text).expect("a round"),
+            all[0]
+        );
+        let series = Series::of(&all);
+        assert!(series[0].json()["tokens_per_s"].is_null());
+        assert_eq!(comparisons(&series, "a"), []);
+        let table = table(&series[..1]);
+        let row: Vec<&str> = table.lines().last().expect("a row").split_whitespace().collect();
+        assert_eq!(row[..5], ["prefill", "64", "a", "-", "-"], "{table}");
     }
 
     #[test]
