@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::bail;
 
-use crate::test::{cargo, root, step};
+use crate::test::{cargo, root, step, watched_step};
 
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 const LINKER: &str = "aarch64-linux-gnu-gcc";
@@ -33,7 +33,8 @@ const QUICK: &[&str] = &[
     "results_have_the_same_bits_on_every_architecture",
 ];
 
-/// Builds and runs; the first failure ends it. `filters` name tests, and replace the lists above.
+/// Builds and runs; the first failure ends it, and a name that no test bears is one. `filters` name tests, and replace the
+/// lists above.
 pub(crate) fn run(filters: &[String]) -> anyhow::Result<()> {
     if cfg!(target_arch = "aarch64") {
         bail!("this machine is AArch64: `cargo test -p dynacore` runs its kernels without emulation");
@@ -49,18 +50,47 @@ pub(crate) fn run(filters: &[String]) -> anyhow::Result<()> {
     )?;
     for (cpu, isa, tests) in CPUS {
         let mut command = command(&root, cpu);
-        command.env("DYNACORE_TEST_ISA", isa).arg("--");
-        if filters.is_empty() {
-            command.args(tests);
-        } else {
-            command.args(filters);
+        let names: Vec<&str> = match filters {
+            [] => tests.to_vec(),
+            _ => filters.iter().map(String::as_str).collect(),
+        };
+        command.env("DYNACORE_TEST_ISA", isa).arg("--").args(&names);
+        let what = format!("tests of dynacore on an emulated {cpu} ({isa})");
+        let mut printed = Vec::new();
+        watched_step(&what, &mut command, |line| printed.push(line.to_owned()))?;
+        let unmet: Vec<&str> = names.into_iter().filter(|name| !is_met(&printed, name)).collect();
+        if !unmet.is_empty() {
+            bail!("{what}: no test ran whose name has `{}`", unmet.join("`, or `"));
         }
-        step(
-            &format!("tests of dynacore on an emulated {cpu} ({isa})"),
-            &mut command,
-        )?;
+        if tests_run(&printed) == 0 {
+            bail!("{what}: no test ran");
+        }
     }
     Ok(())
+}
+
+/// Tests that ran, by the summary line of each test program: `test result: ok. 3 passed; 1 failed; …`.
+fn tests_run(printed: &[String]) -> usize {
+    let counts = |line: &String| {
+        let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
+        let ran = counts.split("; ").filter_map(|part| {
+            let (count, of) = part.split_once(' ')?;
+            let count = count.parse::<usize>().ok()?;
+            matches!(of, "passed" | "failed").then_some(count)
+        });
+        Some(ran.sum::<usize>())
+    };
+    printed.iter().filter_map(counts).sum()
+}
+
+/// Whether a test ran that `name` is a part of: `test a::name_of_it ... ok`.
+fn is_met(printed: &[String], name: &str) -> bool {
+    printed.iter().any(|line| {
+        let test = line
+            .strip_prefix("test ")
+            .and_then(|test| test.split_once(" ... "));
+        test.is_some_and(|(test, result)| test.contains(name) && !result.starts_with("ignored"))
+    })
 }
 
 /// `cargo test` for the emulated CPU, without arguments for the tests.
@@ -124,6 +154,42 @@ fn in_path(program: &str, path: Option<OsString>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const PRINTED: &str = "
+running 3 tests
+test cpu::tests::sums ... ok
+test cpu::tests::slow ... ignored
+test cpu::tests::broken ... FAILED
+
+test result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured; 64 filtered out; finished in 0.43s
+
+running 0 tests
+
+test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 66 filtered out; finished in 0.00s
+
+running 12 tests
+test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 9 filtered out; finished in 1.00s
+";
+
+    fn lines(text: &str) -> Vec<String> {
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn tests_are_counted_over_all_programs_and_only_those_that_ran() {
+        assert_eq!(tests_run(&lines(PRINTED)), 14);
+        let none =
+            "test result: ok. 0 passed; 0 failed; 7 ignored; 0 measured; 66 filtered out; finished in 0.00s";
+        assert_eq!(tests_run(&lines(none)), 0);
+        assert_eq!(tests_run(&lines("test passed ... ok\n3 passed; 2 failed")), 0);
+    }
+
+    #[test]
+    fn a_name_is_met_by_a_test_that_ran() {
+        let printed = lines(PRINTED);
+        assert!(is_met(&printed, "tests::sum") && is_met(&printed, "broken"));
+        assert!(!is_met(&printed, "slow") && !is_met(&printed, "running") && !is_met(&printed, "FAILED"));
+    }
 
     #[test]
     fn programs_are_looked_for_in_all_folders_of_the_path() {

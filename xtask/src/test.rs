@@ -1,7 +1,8 @@
 //! `cargo xtask test`: every test of the workspace, then the real client against the real server.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitStatus, Stdio};
 
 use anyhow::{Context, bail};
 
@@ -52,11 +53,36 @@ pub(crate) fn root() -> anyhow::Result<PathBuf> {
 /// Runs a command that must succeed.
 pub(crate) fn step(what: &str, command: &mut Command) -> anyhow::Result<()> {
     eprintln!("== {what}");
-    let status = command
-        .status()
-        .with_context(|| format!("{what}: cannot start {command:?}"))?;
+    let status = command.status();
+    ended(
+        what,
+        status.with_context(|| format!("{what}: cannot start {command:?}"))?,
+    )
+}
+
+fn ended(what: &str, status: ExitStatus) -> anyhow::Result<()> {
     if !status.success() {
         bail!("{what}: {status}");
     }
     Ok(())
+}
+
+/// As [`step`]; every line the command prints is shown, and given to `watch`.
+pub(crate) fn watched_step(
+    what: &str,
+    command: &mut Command,
+    mut watch: impl FnMut(&str),
+) -> anyhow::Result<()> {
+    eprintln!("== {what}");
+    let mut child = command
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("{what}: cannot start {command:?}"))?;
+    let printed = child.stdout.take().context("its output is a pipe")?;
+    for line in BufReader::new(printed).lines() {
+        let line = line.with_context(|| format!("{what}: cannot read what it prints"))?;
+        println!("{line}");
+        watch(&line);
+    }
+    ended(what, child.wait()?)
 }

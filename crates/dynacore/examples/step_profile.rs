@@ -3,8 +3,9 @@
 //! `cargo run --release -p dynacore --example step_profile [smollm2|gemma270m|qwen1.5b] [context] [rows] [threads] [decodes]`
 //!
 //! A step has `rows` rows of one sequence after `context` tokens, and one row each of `decodes` others, of which half have
-//! a quarter of the context. `idle` is the share of the workers' time in which a phase's stage gave them nothing to do:
-//! waiting for the others' last items, the change from stage to stage, and what other programs took.
+//! a quarter of the context; with 0 rows it has only the decodes. `idle` is the share of the workers' time in which a
+//! phase's stage gave them nothing to do: waiting for the others' last items, the change from stage to stage, and what
+//! other programs took.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -75,6 +76,17 @@ fn shape(name: &str) -> Option<Decoder> {
     }
 }
 
+/// Tokens that each sequence has before the steps: that of the rows, then the decodes.
+fn contexts(context: usize, rows: usize, decodes: usize) -> Vec<usize> {
+    let of = |seq| match seq {
+        // Without rows its context would be for nobody.
+        0 if rows == 0 => 0,
+        seq if seq % 2 == 0 => context,
+        _ => context / 4,
+    };
+    (0..=decodes).map(of).collect()
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
     let name = args.next().unwrap_or_else(|| "smollm2".into());
@@ -83,6 +95,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rows: usize = args.next().map_or(Ok(1), |a| a.parse())?;
     let threads = args.next().map(|a| a.parse()).transpose()?;
     let decodes: usize = args.next().map_or(Ok(0), |a| a.parse())?;
+    if rows + decodes == 0 {
+        return Err("a step of 0 rows and 0 decodes has nothing to do".into());
+    }
     let device = CpuDevice::new(&CpuOptions {
         threads,
         ..CpuOptions::default()
@@ -107,11 +122,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         .collect::<Result<Vec<_>, _>>()?;
     drop(tensors);
     const STEPS: usize = 30;
-    let contexts: Vec<usize> = (0..=decodes)
-        .map(|s| if s % 2 == 0 { context } else { context / 4 })
-        .collect();
+    let contexts = contexts(context, rows, decodes);
     let of = |context: usize, rows: usize| (context + (STEPS + 8) * rows).div_ceil(32) + 1;
-    let blocks = of(context, rows) + contexts[1..].iter().map(|c| of(*c, 1)).sum::<usize>();
+    let blocks = of(contexts[0], rows) + contexts[1..].iter().map(|c| of(*c, 1)).sum::<usize>();
     let kv = device.alloc_kv(&plan.caches, &geometry(&graph, KvType::F16, 32, blocks))?;
     let mut executor = device.compile_cpu(&plan, &weights, kv)?;
     let windows: Vec<_> = if decoder.window.is_some() {
@@ -135,8 +148,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             executor.wait(ticket, &mut logits)?;
         }
     }
-    let mut work: Vec<(usize, &[u32])> = vec![(0, &tokens[..rows])];
-    work.extend((1..=decodes).map(|seq| (seq, &tokens[..1])));
+    let mut work: Vec<(usize, &[u32])> = (1..=decodes).map(|seq| (seq, &tokens[..1])).collect();
+    if rows > 0 {
+        work.insert(0, (0, &tokens[..rows]));
+    }
     let mut best = f64::MAX;
     let mut times = Vec::new();
     for _ in 0..STEPS {

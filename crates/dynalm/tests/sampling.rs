@@ -9,7 +9,7 @@ use dynacore::self_test::geometry;
 use dynacore::{Device, Executor, KvType, Logits, TakeRow, WeightBytes, weight_usage};
 use dynair::{BatchMeta, Limits};
 use dynalm::sample::params::{SamplingParams, TokenId};
-use dynalm::sample::{RowError, RowOutcome, RowTask, SampleError, Sampler, StepRows};
+use dynalm::sample::{RowError, RowOutcome, RowTask, RowsFault, SampleError, Sampler, StepRows};
 
 /// Rows of a step, one of each sequence.
 const ROWS: usize = 12;
@@ -139,10 +139,12 @@ fn workers_draw_what_one_row_after_another_draws() {
         let mut executor = executor(threads);
         let found = outcomes(|batch, rows| {
             let ticket = executor.submit(batch).expect("a valid step");
+            let taken = Arc::clone(&rows);
             let take: Arc<TakeRow> = Arc::new(move |row, logits: &mut [f32]| rows.take(row, logits));
             executor
                 .wait_rows(ticket, &take)
                 .expect("the step runs, and no row fails it");
+            taken.check().expect("every row came as it should");
         });
         assert_eq!(found, expected, "{threads} threads");
     }
@@ -181,4 +183,70 @@ fn rows_that_are_not_finite_or_not_asked_for_give_no_token() {
     let broken = Some(Err(RowError::Sample(SampleError::NotFinite)));
     assert_eq!((rows.outcome(0), rows.outcome(5)), (broken.clone(), broken));
     assert_eq!((rows.outcome(1), rows.outcome(ROWS)), (None, None));
+}
+
+#[test]
+fn a_sampler_draws_once_in_a_step_or_not_at_all() {
+    let logits: Vec<f32> = (0..64).map(|i| (i * 37 % 64) as f32).collect();
+    let samplers = samplers();
+    let of = |samplers: &[Arc<Mutex<Sampler>>]| tasks(samplers)[..3].to_vec();
+    let mut shared = of(&samplers);
+    // Another row of the sequence of row 0.
+    shared[1] = shared[0].clone();
+    let draw = |tasks: Vec<Option<RowTask>>| {
+        let rows = StepRows::new(64, tasks);
+        (0..3).rev().for_each(|row| rows.take(row, &mut logits.clone()));
+        rows.check().expect("all rows were given");
+        [0, 1, 2].map(|row| rows.outcome(row).expect("an outcome"))
+    };
+    let both = Err(RowError::SharedSampler(2));
+    let [a, b, c] = draw(shared);
+    assert_eq!((a, b), (both.clone(), both));
+    assert!(c.is_ok(), "{c:?}");
+    // The sampler has drawn nothing: its next draw is the first of one that was never shared.
+    assert_eq!(draw(of(&samplers))[0], draw(of(&self::samplers()))[0]);
+}
+
+#[test]
+fn a_device_that_gives_other_rows_than_asked_for_is_found_out() {
+    let given = |rows: &[(usize, usize)]| {
+        let step = StepRows::new(64, tasks(&samplers())[..3].to_vec());
+        rows.iter()
+            .for_each(|&(row, columns)| step.take(row, &mut vec![1.0; columns]));
+        step.check()
+    };
+    assert_eq!(given(&[(2, 64), (0, 64), (1, 64)]), Ok(()));
+    for (rows, fault, said) in [
+        (
+            &[(0, 64), (2, 64)][..],
+            RowsFault::Missing {
+                given: 2,
+                rows: 3,
+                row: 1,
+            },
+            "2 of 3 output rows; the first that is missing is row 1",
+        ),
+        (
+            &[(0, 64), (1, 63), (2, 64)],
+            RowsFault::Size {
+                row: 1,
+                found: 63,
+                expected: 64,
+            },
+            "63 logits in output row 1, where the vocabulary has 64",
+        ),
+        (
+            &[(0, 64), (1, 64), (2, 64), (3, 64)],
+            RowsFault::Unknown { row: 3, rows: 3 },
+            "output row 3 of a step with 3",
+        ),
+        (
+            &[(0, 64), (1, 64), (2, 64), (1, 64)],
+            RowsFault::Twice { row: 1 },
+            "output row 1 twice",
+        ),
+    ] {
+        assert!(fault.to_string().contains(said), "{fault}");
+        assert_eq!(given(rows), Err(fault));
+    }
 }

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use dynair::{CacheDecl, DType, FusedOp, Op, Operand, Plan, Step, Target, ValueType, WeightDecl};
 
 pub use exec::CpuExecutor;
-pub use topology::{Topology, peak_resident_bytes};
+pub use topology::{Topology, forget_peak_resident, peak_resident_bytes};
 
 use crate::buffer::{Layout, Tensor, WeightBytes};
 use crate::device::{Device, DeviceInfo, Executor, StepNote, WeightUsage};

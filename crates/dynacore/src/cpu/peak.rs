@@ -1,10 +1,10 @@
 //! How fast this machine reads memory and multiplies, measured now: what a roofline is drawn from.
 //!
-//! Every figure is the best of many short samples with all threads at once, so that it is the machine's and not that
-//! of whatever else runs on it.
+//! Every figure of a [`Peak`] is the best of many short samples with all threads at once, so that it is the machine's and
+//! not that of whatever else runs on it. A [`Stream`] alone says what reading gets just now, others included.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::isa::Isa;
 use super::kernels::peak::{PeakLoops, ROUNDS, TILE_ROUNDS};
@@ -44,6 +44,40 @@ impl Peak {
     /// # Errors
     /// [`Error::Unsupported`] if this CPU lacks `isa`; [`Error::OutOfMemory`] if there is no memory to read.
     pub fn measure(isa: Isa, threads: usize) -> Result<Peak> {
+        let stream = Stream::new(isa, threads)?;
+        let (loops, threads) = (stream.loops, stream.memory.len());
+        let read = best(threads, |worker, i| stream.sample(worker, i));
+        drop(stream);
+        let rate =
+            |rounds: usize, count: usize, seconds: f64| (2 * threads * rounds * count) as f64 / seconds;
+        let fma = best(threads, |_, _| loops.run_fma());
+        let dot = loops.dot.map(|_| best(threads, |_, _| loops.run_dot()));
+        let short = loops.short.map(|_| best(threads, |_, _| loops.run_short()));
+        let tile = loops.tile.map(|_| best(threads, |_, _| loops.run_tile()));
+        Ok(Peak {
+            threads,
+            read_bytes: (threads * SAMPLE_BYTES) as f64 / read,
+            f32_flops: rate(ROUNDS, loops.fma_count, fma),
+            i16_ops: dot.map(|seconds| rate(ROUNDS, loops.dot_count, seconds)),
+            i8_ops: short.map(|seconds| rate(ROUNDS, loops.short_count, seconds)),
+            bf16_ops: tile.map(|seconds| rate(TILE_ROUNDS, loops.tile_count, seconds)),
+        })
+    }
+}
+
+/// Memory that threads read from end to end and again, more of it than caches hold.
+pub struct Stream {
+    loops: PeakLoops,
+    /// Of each thread: whole samples, at least one.
+    memory: Vec<Vec<u8>>,
+}
+
+impl Stream {
+    /// Memory for `threads` threads, at least one, that read it with the instructions of `isa`.
+    ///
+    /// # Errors
+    /// As [`Peak::measure`].
+    pub fn new(isa: Isa, threads: usize) -> Result<Stream> {
         let loops = PeakLoops::of(isa).ok_or_else(|| Error::Unsupported {
             device: "cpu".into(),
             what: format!("the instruction set `{isa}`"),
@@ -59,26 +93,32 @@ impl Peak {
             });
         }
         // Ones, not zeros: memory that was never written need not exist.
-        let memory: Vec<Vec<u8>> = (0..threads).map(|_| vec![1; samples * SAMPLE_BYTES]).collect();
-        let read = best(threads, |worker, i| {
-            let at = i % samples * SAMPLE_BYTES;
-            loops.run_read(&memory[worker][at..at + SAMPLE_BYTES]);
+        let memory = (0..threads).map(|_| vec![1; samples * SAMPLE_BYTES]).collect();
+        Ok(Stream { loops, memory })
+    }
+
+    /// Thread `worker` reads its `i`-th sample, round and round.
+    fn sample(&self, worker: usize, i: usize) {
+        let memory = &self.memory[worker];
+        let at = i % (memory.len() / SAMPLE_BYTES) * SAMPLE_BYTES;
+        self.loops.run_read(&memory[at..at + SAMPLE_BYTES]);
+    }
+
+    /// Bytes a second that all threads read together in about `time`: the mean, so that what else runs on the machine
+    /// takes its part, as it does of any work.
+    pub fn rate(&self, time: Duration) -> f64 {
+        let read = AtomicUsize::new(0);
+        let seconds = together(self.memory.len(), |worker| {
+            let start = Instant::now();
+            for i in 0.. {
+                self.sample(worker, i);
+                read.fetch_add(SAMPLE_BYTES, Ordering::Relaxed);
+                if start.elapsed() >= time {
+                    break;
+                }
+            }
         });
-        drop(memory);
-        let rate =
-            |rounds: usize, count: usize, seconds: f64| (2 * threads * rounds * count) as f64 / seconds;
-        let fma = best(threads, |_, _| loops.run_fma());
-        let dot = loops.dot.map(|_| best(threads, |_, _| loops.run_dot()));
-        let short = loops.short.map(|_| best(threads, |_, _| loops.run_short()));
-        let tile = loops.tile.map(|_| best(threads, |_, _| loops.run_tile()));
-        Ok(Peak {
-            threads,
-            read_bytes: (threads * SAMPLE_BYTES) as f64 / read,
-            f32_flops: rate(ROUNDS, loops.fma_count, fma),
-            i16_ops: dot.map(|seconds| rate(ROUNDS, loops.dot_count, seconds)),
-            i8_ops: short.map(|seconds| rate(ROUNDS, loops.short_count, seconds)),
-            bf16_ops: tile.map(|seconds| rate(TILE_ROUNDS, loops.tile_count, seconds)),
-        })
+        read.into_inner() as f64 / seconds.max(1e-9)
     }
 }
 
@@ -143,6 +183,25 @@ mod tests {
         }
         for isa in Isa::ALL.into_iter().filter(|isa| !isa.available()) {
             assert!(Peak::measure(isa, 1).is_err());
+        }
+    }
+
+    #[test]
+    fn a_stream_reads_all_its_samples_and_ends() {
+        let stream = Stream::new(Isa::Portable, 2).expect("every CPU has it");
+        assert_eq!(stream.memory.len(), 2);
+        assert!(
+            stream
+                .memory
+                .iter()
+                .all(|m| !m.is_empty() && m.len() % SAMPLE_BYTES == 0)
+        );
+        // One past the last begins anew.
+        stream.sample(1, stream.memory[1].len() / SAMPLE_BYTES);
+        let rate = stream.rate(Duration::from_millis(1));
+        assert!(rate.is_finite() && rate > 0.0, "{rate}");
+        for isa in Isa::ALL.into_iter().filter(|isa| !isa.available()) {
+            assert!(Stream::new(isa, 1).is_err());
         }
     }
 

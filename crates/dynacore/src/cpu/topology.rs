@@ -109,6 +109,12 @@ pub fn peak_resident_bytes(pid: Option<u32>) -> Option<u64> {
     meminfo_bytes(&status, "VmHWM:")
 }
 
+/// From now on [`peak_resident_bytes`] of this process counts anew, from what is resident now; `false` where the system
+/// has no such thing.
+pub fn forget_peak_resident() -> bool {
+    fs::write("/proc/self/clear_refs", "5").is_ok()
+}
+
 fn fallback_cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -5,7 +5,6 @@
 
 mod stream;
 
-use std::io::BufReader;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -232,7 +231,7 @@ impl Client {
             )));
         }
         let reader = response.into_body().into_with_config().limit(u64::MAX).reader();
-        stream::read(BufReader::new(reader), sent).map_err(|why| remote(format!("{url}: {why}")))
+        stream::read(reader, sent).map_err(|why| remote(format!("{url}: {why}")))
     }
 
     /// An error for any status but success, with the server's own words.

@@ -1,6 +1,6 @@
 //! Reading a stream of server-sent events: when each token arrived, and what the server counted.
 
-use std::io::{BufRead, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::time::Instant;
 
 use serde_json::Value;
@@ -13,7 +13,8 @@ const MAX_LINE: u64 = 1 << 20;
 pub struct Streamed {
     /// When the request was sent.
     pub sent: Instant,
-    /// When each event with a part of the reply arrived; a server may put several tokens into one.
+    /// When each event with a part of the reply arrived; a server may put several tokens into one. Those that one read
+    /// brought have one time: how long this program took to get to them is none of the server's.
     pub events: Vec<Instant>,
     /// The server's count of the prompt's tokens.
     pub prompt_tokens: usize,
@@ -53,11 +54,45 @@ fn is_token(choice: &Value) -> bool {
     }
 }
 
+/// Lines of a stream.
+struct Lines<R> {
+    reader: BufReader<R>,
+    /// The last, with its end.
+    line: Vec<u8>,
+    /// When the read that completed it returned.
+    arrived: Instant,
+}
+
+impl<R: Read> Lines<R> {
+    /// Reads the next line; `false` at the end. `events` have been read.
+    fn next(&mut self, events: usize) -> Result<bool, String> {
+        self.line.clear();
+        let is_here = self.reader.buffer().contains(&b'\n');
+        let mut bounded = self.reader.by_ref().take(MAX_LINE);
+        let n = bounded.read_until(b'\n', &mut self.line);
+        if !is_here {
+            self.arrived = Instant::now();
+        }
+        match n {
+            Ok(_) if self.line.len() as u64 == MAX_LINE => {
+                Err(format!("a line of the stream is longer than {MAX_LINE} bytes"))
+            }
+            Ok(n) => Ok(n > 0),
+            Err(e) => Err(format!("the stream broke off after {events} events: {e}")),
+        }
+    }
+}
+
 /// Reads a stream to its end.
 ///
 /// # Errors
 /// Why it is no complete stream with counts.
-pub(super) fn read(mut reader: impl BufRead, sent: Instant) -> Result<Streamed, String> {
+pub(super) fn read(reader: impl Read, sent: Instant) -> Result<Streamed, String> {
+    let mut lines = Lines {
+        reader: BufReader::new(reader),
+        line: Vec::new(),
+        arrived: sent,
+    };
     let mut streamed = Streamed {
         sent,
         events: Vec::new(),
@@ -67,26 +102,8 @@ pub(super) fn read(mut reader: impl BufRead, sent: Instant) -> Result<Streamed, 
         finish_reason: None,
     };
     let (mut counted, mut ended, mut is_error) = (false, false, false);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        let mut bounded = reader.by_ref().take(MAX_LINE);
-        let n = bounded.read_until(b'\n', &mut line);
-        let arrived = Instant::now();
-        match n {
-            Ok(0) => break,
-            Ok(_) if line.len() as u64 == MAX_LINE => {
-                return Err(format!("a line of the stream is longer than {MAX_LINE} bytes"));
-            }
-            Ok(_) => {}
-            Err(e) => {
-                return Err(format!(
-                    "the stream broke off after {} events: {e}",
-                    streamed.events.len()
-                ));
-            }
-        }
-        let text = String::from_utf8_lossy(&line);
+    while lines.next(streamed.events.len())? {
+        let text = String::from_utf8_lossy(&lines.line);
         let text = text.trim_end_matches(['\r', '\n']);
         if let Some(name) = text.strip_prefix("event:") {
             is_error = name.trim() == "error";
@@ -113,7 +130,7 @@ pub(super) fn read(mut reader: impl BufRead, sent: Instant) -> Result<Streamed, 
         let choice = event.get("choices").and_then(|c| c.get(0));
         if let Some(choice) = choice {
             if is_token(choice) {
-                streamed.events.push(arrived);
+                streamed.events.push(lines.arrived);
             }
             if let Some(reason) = choice.get("finish_reason").and_then(Value::as_str) {
                 streamed.finish_reason = Some(reason.to_owned());
@@ -184,6 +201,17 @@ mod tests {
             (7, 2, Some(3))
         );
         assert_eq!(s.finish_reason.as_deref(), Some("length"));
+    }
+
+    #[test]
+    fn what_one_read_brought_arrived_at_one_time() {
+        let token = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
+        let (first, then) = (token.repeat(3), format!("{token}{USAGE}data: [DONE]\n\n"));
+        let sent = Instant::now();
+        let s = read(first.as_bytes().chain(then.as_bytes()), sent).expect("a whole stream");
+        assert_eq!(s.events.len(), 4);
+        assert!(sent <= s.events[0] && s.events[..3].iter().all(|e| *e == s.events[0]));
+        assert!(s.events[2] < s.events[3]);
     }
 
     #[test]

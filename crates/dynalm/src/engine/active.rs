@@ -220,7 +220,7 @@ fn row_failure(error: &RowError) -> Error {
             message: error.to_string(),
         },
         RowError::Sample(_) => Error::Internal("the model gave unusable logits for this request".into()),
-        RowError::Panic(_) => {
+        RowError::Panic(_) | RowError::SharedSampler(_) => {
             tracing::error!("a request has failed: {error}");
             Error::Internal(error.to_string())
         }

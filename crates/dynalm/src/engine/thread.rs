@@ -382,6 +382,7 @@ impl Engine {
         let taken = Arc::clone(&rows);
         let take: Arc<TakeRow> = Arc::new(move |row, logits: &mut [f32]| taken.take(row, logits));
         self.executor.wait_rows(ticket, &take)?;
+        rows.check().map_err(|fault| Error::Internal(fault.to_string()))?;
         let now = Instant::now();
         let phase = phase(&batch);
         let outcomes = batch.rows.iter().map(|row| self.outcome(row, &rows, now));
@@ -452,11 +453,11 @@ impl Engine {
             // Aborted sequences are passed over by the commit; one that we do not know must not go on.
             return Ok(Outcome::Fail);
         };
-        let missing =
-            || Error::Internal("the device gave no logits, or of another size than asked for".into());
-        let scored = (0..row.scores).map(|i| (row.score_position + i, row.first_output + i));
-        for (position, output) in scored.filter(|&(_, output)| rows.is_needed(output)) {
-            active.score(position, rows.outcome(output).ok_or_else(missing)?);
+        // A row without an outcome is one that nobody needs: all have been given.
+        for i in 0..row.scores {
+            if let Some(outcome) = rows.outcome(row.first_output + i) {
+                active.score(row.score_position + i, outcome);
+            }
         }
         if active.failure.is_some() {
             return Ok(Outcome::Fail);
@@ -465,7 +466,12 @@ impl Engine {
             return Ok(Outcome::Continue(Vec::new()));
         }
         active.send_scores();
-        let outcome = rows.outcome(row.first_output + row.scores).ok_or_else(missing)?;
+        let output = row.first_output + row.scores;
+        let outcome = rows.outcome(output).ok_or_else(|| {
+            Error::Internal(format!(
+                "nothing was drawn from output row {output}, which a sequence samples"
+            ))
+        })?;
         let Some(drawn) = active.drawn(outcome) else {
             return Ok(Outcome::Fail);
         };

@@ -14,7 +14,7 @@ pub mod rows;
 
 pub use chain::{SampleError, Sampled, Sampler, TokenMask};
 pub use logprobs::TokenLogprobs;
-pub use rows::{RowError, RowOutcome, RowTask, StepRows};
+pub use rows::{RowError, RowOutcome, RowTask, RowsFault, StepRows};
 
 #[cfg(test)]
 mod tests;

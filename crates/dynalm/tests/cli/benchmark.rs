@@ -76,6 +76,7 @@ fn every_figure_and_round_has_a_record_and_the_summary_says_how() {
             assert!(r["ttft_ms"][key].is_f64(), "{r}");
             assert_eq!(r["gap_ms"][key].is_f64(), reply > 1, "{r}");
         }
+        reads_are_stated_where_decode_is(r);
         if cfg!(target_os = "linux") {
             assert!(
                 r["peak_resident_bytes"].as_u64().expect("a count") > 1 << 20,
@@ -102,6 +103,55 @@ fn every_figure_and_round_has_a_record_and_the_summary_says_how() {
     for key in ["machine", "method", "measured_at"] {
         assert!(!summary[key].is_null(), "{key}: {summary}");
     }
+}
+
+/// Decoding states what it reads, in numbers that agree with each other; no other figure does.
+fn reads_are_stated_where_decode_is(record: &Value) {
+    let names = [
+        "read_bytes_per_token",
+        "read_bytes_per_s",
+        "stream_bytes_per_s",
+        "read_share",
+    ];
+    if record["figure"] != "decode" {
+        assert!(names.iter().all(|name| record.get(name).is_none()), "{record}");
+        return;
+    }
+    let [bytes, reads, stream, share] = names.map(|name| record[name].as_f64().expect(name));
+    assert!(bytes > 0.0 && stream > 0.0, "{record}");
+    let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b;
+    let rate = record["tokens_per_s"].as_f64().expect("a rate");
+    assert!(
+        near(reads, bytes * rate) && near(share, reads / stream),
+        "{record}"
+    );
+}
+
+#[test]
+fn what_decoding_reads_is_what_the_roofline_says_of_its_steps() {
+    let home = Home::new();
+    let model = home.model();
+    let decode = ["--prefill", "0", "--users", "0", "--rounds", "1", "--json"];
+    let run = |more: &[&str]| {
+        let mut list = vec!["benchmark", &model];
+        list.extend(decode);
+        list.extend(more);
+        records(&home.run(&list).ok())
+    };
+    let decoded = run(&["--decode", "4", "--context", "8"]);
+    // The step of the second token finds the prompt and the first one.
+    let steps = run(&["--roofline", "--decode", "1", "--context", "8,9,10,11"]);
+    let bytes = of(&steps, "roofline").into_iter().map(|table| {
+        let whole = table["ops"].as_array().and_then(|ops| ops.last()).expect("ops");
+        let of = |name: &str| whole[name].as_u64().expect("a count");
+        of("weight_bytes") + of("cache_bytes")
+    });
+    let expected = bytes.sum::<u64>() as f64 / 4.0;
+    let found = of(&decoded, "round")[0]["read_bytes_per_token"].as_f64();
+    assert_eq!(found, Some(expected));
+    let summary = &of(&decoded, "summary")[0]["figures"][0];
+    assert_eq!(summary["read_bytes_per_token"], expected);
+    assert!(summary["read_share"]["median"].is_f64(), "{summary}");
 }
 
 #[test]

@@ -159,8 +159,8 @@ fn our_own_server_is_measured_like_any_other() {
     }
 }
 
-/// A server of canned answers: the list of one model, then `reply` to every other request.
-fn canned(kind: &'static str, reply: &'static str) -> String {
+/// A server of canned answers: the list of one model, then what `reply` makes of the body of every other request.
+fn canned(kind: &'static str, reply: impl Fn(&str) -> String + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("bound");
     std::thread::spawn(move || {
@@ -178,9 +178,9 @@ fn canned(kind: &'static str, reply: &'static str) -> String {
             let mut body = vec![0; length.and_then(|n| n.parse().ok()).unwrap_or(0)];
             let _ = stream.read_exact(&mut body);
             let (kind, text) = if head.starts_with("get") {
-                ("application/json", "{\"data\":[{\"id\":\"m\"}]}")
+                ("application/json", "{\"data\":[{\"id\":\"m\"}]}".to_owned())
             } else {
-                (kind, reply)
+                (kind, reply(&String::from_utf8_lossy(&body)))
             };
             // A client that has gone is no fault of this server.
             let _ = write!(
@@ -191,6 +191,42 @@ fn canned(kind: &'static str, reply: &'static str) -> String {
         }
     });
     format!("http://{address}")
+}
+
+/// A reply of `parts` parts, all sent at once, to a prompt of as many tokens as it has words.
+fn at_once(body: &str, parts: usize) -> String {
+    let ask: Value = serde_json::from_str(body).expect("JSON");
+    let prompt = ask["prompt"].as_str().expect("a prompt").split(' ').count();
+    let part = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n".repeat(parts);
+    format!(
+        "{part}data: {{\"choices\":[],\"usage\":{{\"prompt_tokens\":{prompt},\"completion_tokens\":{}}}}}\n\n\
+         data: [DONE]\n\n",
+        ask["max_tokens"]
+    )
+}
+
+#[test]
+fn tokens_that_arrive_together_have_no_rate() {
+    for parts in [1, 6] {
+        let server = || canned("text/event-stream", move |body| at_once(body, parts));
+        let all = records(&benchmark(&server(), &["--json"]));
+        let rounds: Vec<&Value> = all.iter().filter(|r| r["record"] == "round").collect();
+        assert_eq!(rounds.len(), 4);
+        for r in rounds {
+            assert_eq!(r["tokens_per_s"].is_null(), r["figure"] == "decode", "{r}");
+            assert!(r["steady_tokens_per_s"].is_null(), "{r}");
+        }
+        let output = benchmark(&server(), &[]);
+        assert!(output.status.success(), "{output:?}");
+        let table = String::from_utf8(output.stdout).expect("UTF-8");
+        let row = table
+            .lines()
+            .find(|l| l.starts_with("decode 5 at 100"))
+            .expect("a row");
+        assert_eq!(row.split_whitespace().nth(5), Some("-"), "{row}");
+        let said = String::from_utf8(output.stderr).expect("UTF-8");
+        assert!(said.contains("decode 5 at 100: no rate"), "{said}");
+    }
 }
 
 #[test]
@@ -208,7 +244,7 @@ fn servers_that_cannot_be_measured_honestly_are_refused() {
             "count of prompt tokens cannot be trusted",
         ),
     ] {
-        let output = benchmark(&canned(kind, reply), &[]);
+        let output = benchmark(&canned(kind, |_| reply.to_owned()), &[]);
         let message = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         assert!(message.contains(part), "`{part}` is missing in: {message}");

@@ -271,7 +271,12 @@ fn a_broken_row_fails_its_request_alone() {
 
 #[test]
 fn a_broken_engine_fails_all_and_ends_the_server() {
-    for token in ["<|panic|>", "<|device|>"] {
+    for (token, why) in [
+        ("<|panic|>", "breaks its own rules"),
+        ("<|device|>", "the device has gone"),
+        // It gives a row less than it was asked for.
+        ("<|short|>", "output rows; the first that is missing is row"),
+    ] {
         let server = TestServer::ready();
         server.gate.close_after(0);
         let mut running = server.post_open(TEXT, LOOP);
@@ -285,7 +290,11 @@ fn a_broken_engine_fails_all_and_ends_the_server() {
         let error = server
             .join()
             .expect_err("a broken engine is an error of the server");
-        assert!(error.to_string().contains("engine has failed"), "{error}");
+        let error = error.to_string();
+        assert!(
+            error.contains("engine has failed") && error.contains(why),
+            "{error}"
+        );
     }
 }
 

@@ -44,7 +44,7 @@ const BLOCK_TOKENS: usize = 16;
 const BLOCKS: usize = 64;
 
 /// Names of the control tokens, from id 256 on.
-const CONTROLS: [&str; 9] = [
+const CONTROLS: [&str; 10] = [
     "<|system|>",
     "<|user|>",
     "<|assistant|>",
@@ -54,6 +54,7 @@ const CONTROLS: [&str; 9] = [
     "<|nan|>",
     "<|panic|>",
     "<|device|>",
+    "<|short|>",
 ];
 const TEMPLATE: &str = "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('roles must \
      alternate') }}{% endif %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last or m.role != 'assistant' %}\
@@ -184,6 +185,9 @@ impl Executor for Chain {
         let rows = self.rows.remove(&ticket.0).expect("a ticket is waited for once");
         self.inner.wait(ticket, logits)?;
         let vocab = logits.vocab;
+        if rows.contains(&control("<|short|>")) {
+            logits.data.truncate((rows.len() - 1) * vocab);
+        }
         for (values, token) in logits.data.chunks_exact_mut(vocab).zip(rows) {
             if token == control("<|nan|>") {
                 values.fill(f32::NAN);

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::reading::{Read, Reading};
 use super::stats::{quantile, sorted};
 use crate::sample::params::TokenId;
 
@@ -123,6 +124,14 @@ pub(super) trait Engine: Sync {
     fn peak_resident(&self) -> Option<u64>;
     /// Facts for the summary: what it is, by its own report.
     fn describe(&self) -> serde_json::Value;
+    /// What arrives within this time arrived together: when its parts were made cannot be told.
+    fn least_span(&self) -> Duration {
+        Duration::ZERO
+    }
+    /// What its decoding reads, where that can be told: in this process.
+    fn reading(&self) -> Option<&Reading> {
+        None
+    }
 }
 
 /// Numbers without pattern, the same for the same seed (SplitMix64), and a count.
@@ -188,10 +197,11 @@ impl Quantiles {
 /// A figure of one round.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Measured {
-    /// What the figure is named for: prompt tokens (prefill) or reply tokens (the rest) a second.
-    pub(super) tokens_per_s: f64,
+    /// What the figure is named for: prompt tokens (prefill) or reply tokens (the rest) a second. `None` of a decoding
+    /// whose tokens arrived together.
+    pub(super) tokens_per_s: Option<f64>,
     /// Reply tokens a second while every user was receiving some: the pure decoding of a batch. Closed loop only, and
-    /// only if there was such a time.
+    /// only if there was such a time, long enough to be told.
     pub(super) steady_tokens_per_s: Option<f64>,
     /// From sending a request to its first token.
     pub(super) ttft_ms: Quantiles,
@@ -205,6 +215,9 @@ pub(super) struct Measured {
     pub(super) cached_tokens: Option<usize>,
     /// Parts the replies arrived in.
     pub(super) events: usize,
+    /// Decoding in this process only.
+    #[serde(flatten)]
+    pub(super) read: Option<Read>,
 }
 
 /// One round of `point` on `engine`; prompts are made before the clock starts.
@@ -219,6 +232,8 @@ pub(super) fn round(
     let prompts: Vec<Prompt> = (0..point.requests())
         .map(|_| engine.prompt(random, prompt, shared))
         .collect();
+    let reading = engine.reading().filter(|_| matches!(point, Point::Decode { .. }));
+    let before = reading.map(Reading::stream).transpose()?;
     let traces = match *point {
         Point::Prefill { .. } | Point::Decode { .. } => prompts
             .into_iter()
@@ -227,7 +242,17 @@ pub(super) fn round(
         Point::Users { requests, .. } => closed_loop(engine, &prompts, requests, reply)?,
         Point::Rate { rate, .. } => open_loop(engine, &prompts, rate, reply, random)?,
     };
-    measure(engine.label(), point, &traces)
+    let after = reading.map(Reading::stream).transpose()?;
+    let mut measured = measure(engine.label(), point, &traces, engine.least_span())?;
+    if let (Some(reading), Some(before), Some(after), Some(rate)) =
+        (reading, before, after, measured.tokens_per_s)
+    {
+        let (prompt, timed) = (measured.prompt_tokens, measured.output_tokens - 1);
+        // The step that makes the second token is fed the first one, and attends to it as well.
+        let bytes = reading.bytes_per_token(prompt + 1..prompt + 1 + timed);
+        measured.read = Some(Read::new(bytes, rate, [before, after]));
+    }
+    Ok(measured)
 }
 
 /// Every user in a thread of its own, `requests` prompts each.
@@ -292,8 +317,8 @@ fn gather(
     Ok(all)
 }
 
-/// What the times of a round say.
-fn measure(label: &str, point: &Point, traces: &[Trace]) -> anyhow::Result<Measured> {
+/// What the times of a round say. No rate comes of tokens that arrived within `least` of each other.
+fn measure(label: &str, point: &Point, traces: &[Trace], least: Duration) -> anyhow::Result<Measured> {
     let (_, reply) = point.lengths();
     for trace in traces {
         anyhow::ensure!(
@@ -323,9 +348,13 @@ fn measure(label: &str, point: &Point, traces: &[Trace]) -> anyhow::Result<Measu
     let cached = |t: &Trace| t.cached_tokens.unwrap_or(0).min(t.prompt_tokens);
     let one = &traces[0];
     let tokens_per_s = match point {
-        Point::Prefill { .. } => (one.prompt_tokens - cached(one)) as f64 / span(one.sent, one.events[0]),
-        Point::Decode { .. } => (one.output_tokens - 1) as f64 / span(one.events[0], *last),
-        Point::Users { .. } | Point::Rate { .. } => output_tokens as f64 / seconds,
+        Point::Prefill { .. } => {
+            Some((one.prompt_tokens - cached(one)) as f64 / span(one.sent, one.events[0]))
+        }
+        Point::Decode { .. } => {
+            arrivals(one.events[0], *last, least).map(|seconds| (one.output_tokens - 1) as f64 / seconds)
+        }
+        Point::Users { .. } | Point::Rate { .. } => Some(output_tokens as f64 / seconds),
     };
     let gaps = traces
         .iter()
@@ -334,7 +363,7 @@ fn measure(label: &str, point: &Point, traces: &[Trace]) -> anyhow::Result<Measu
     Ok(Measured {
         tokens_per_s,
         steady_tokens_per_s: match point {
-            Point::Users { requests: 1, .. } => steady(traces),
+            Point::Users { requests: 1, .. } => steady(traces, least),
             _ => None,
         },
         ttft_ms: ttft.expect("there is at least one request"),
@@ -344,27 +373,32 @@ fn measure(label: &str, point: &Point, traces: &[Trace]) -> anyhow::Result<Measu
         output_tokens,
         cached_tokens: traces.iter().map(|t| t.cached_tokens).sum(),
         events: sum(|t| t.events.len()),
+        read: None,
     })
 }
 
-/// Seconds between two moments, above 0.
+/// Seconds from sending to an arrival, above 0.
 fn span(from: Instant, to: Instant) -> f64 {
     to.saturating_duration_since(from).as_secs_f64().max(1e-9)
 }
 
+/// Seconds between two arrivals, above 0; `None` of such as are no more than `least` apart or in the other order.
+fn arrivals(from: Instant, to: Instant, least: Duration) -> Option<f64> {
+    let apart = to.checked_duration_since(from)?;
+    (apart > least).then_some(apart.as_secs_f64())
+}
+
 /// Tokens a second from the moment the last user has its first token until the first user has its last.
-fn steady(traces: &[Trace]) -> Option<f64> {
+fn steady(traces: &[Trace], least: Duration) -> Option<f64> {
     let from = *traces.iter().filter_map(|t| t.events.first()).max()?;
     let to = *traces.iter().filter_map(|t| t.events.last()).min()?;
-    if to <= from {
-        return None;
-    }
+    let seconds = arrivals(from, to, least)?;
     // A part of a reply stands for its share of the reply's tokens.
     let within = |t: &Trace| {
         let events = t.events.iter().filter(|e| **e > from && **e <= to).count();
         events as f64 * t.output_tokens as f64 / t.events.len() as f64
     };
-    Some(traces.iter().map(within).sum::<f64>() / span(from, to))
+    Some(traces.iter().map(within).sum::<f64>() / seconds)
 }
 
 #[cfg(test)]
@@ -387,14 +421,15 @@ mod tests {
         (a - b).abs() < 1e-6 * b.abs().max(1.0)
     }
 
+    fn is(a: Option<f64>, b: f64) -> bool {
+        a.is_some_and(|a| near(a, b))
+    }
+
     #[test]
     fn prefill_is_the_prompt_over_the_first_tokens_time() {
         let t = trace(Instant::now(), 0, &[250], 500);
-        let m = measure("x", &Point::Prefill { tokens: 500 }, &[t]).expect("measured");
-        assert!(
-            near(m.tokens_per_s, 2000.0) && near(m.ttft_ms.p50, 250.0),
-            "{m:?}"
-        );
+        let m = measure("x", &Point::Prefill { tokens: 500 }, &[t], Duration::ZERO).expect("measured");
+        assert!(is(m.tokens_per_s, 2000.0) && near(m.ttft_ms.p50, 250.0), "{m:?}");
         assert_eq!(m.gap_ms, None);
     }
 
@@ -402,8 +437,8 @@ mod tests {
     fn cached_prompt_tokens_are_no_speed() {
         let mut t = trace(Instant::now(), 0, &[250], 500);
         t.cached_tokens = Some(250);
-        let m = measure("x", &Point::Prefill { tokens: 500 }, &[t]).expect("measured");
-        assert!(near(m.tokens_per_s, 1000.0), "{m:?}");
+        let m = measure("x", &Point::Prefill { tokens: 500 }, &[t], Duration::ZERO).expect("measured");
+        assert!(is(m.tokens_per_s, 1000.0), "{m:?}");
     }
 
     #[test]
@@ -414,8 +449,8 @@ mod tests {
             tokens: 3,
         };
         assert_eq!(point.lengths(), (1, 4));
-        let m = measure("x", &point, &[t]).expect("measured");
-        assert!(near(m.tokens_per_s, 10.0), "{m:?}");
+        let m = measure("x", &point, &[t], Duration::ZERO).expect("measured");
+        assert!(is(m.tokens_per_s, 10.0), "{m:?}");
         assert!(near(m.gap_ms.expect("three gaps").p99, 100.0), "{m:?}");
     }
 
@@ -432,15 +467,50 @@ mod tests {
             context: 5,
             tokens: 4,
         };
-        let m = measure("x", &point, &traces).expect("measured");
-        assert!(near(m.tokens_per_s, 16.0), "{m:?}");
-        assert!(near(m.steady_tokens_per_s.expect("200 to 400 ms"), 20.0), "{m:?}");
+        let m = measure("x", &point, &traces, Duration::ZERO).expect("measured");
+        assert!(is(m.tokens_per_s, 16.0), "{m:?}");
+        assert!(is(m.steady_tokens_per_s, 20.0), "{m:?}");
         assert!(near(m.ttft_ms.p50, 150.0) && near(m.ttft_ms.p95, 195.0), "{m:?}");
         assert_eq!((m.prompt_tokens, m.output_tokens, m.events), (10, 8, 8));
         // One user's reply is over before the other's begins.
         let apart = [trace(start, 0, &[100, 200], 5), trace(start, 0, &[300, 400], 5)];
-        let m = measure("x", &point, &apart).expect("measured");
+        let m = measure("x", &point, &apart, Duration::ZERO).expect("measured");
         assert_eq!(m.steady_tokens_per_s, None);
+    }
+
+    #[test]
+    fn what_arrived_together_has_no_rate() {
+        let start = Instant::now();
+        let (prefill, decode) = (
+            Point::Prefill { tokens: 5 },
+            Point::Decode {
+                context: 0,
+                tokens: 3,
+            },
+        );
+        let users = Point::Users {
+            users: 1,
+            requests: 1,
+            context: 5,
+            tokens: 4,
+        };
+        let with = |point: &Point, events: &[u64], least: u64| {
+            let mut t = trace(start, 0, events, 5);
+            t.output_tokens = 4;
+            measure("x", point, &[t], Duration::from_millis(least)).expect("measured")
+        };
+        // One part, several at one moment, several that the client cannot tell apart.
+        for (events, least) in [(&[500][..], 0), (&[500, 500], 0), (&[500, 501], 1)] {
+            let m = with(&decode, events, least);
+            assert_eq!((m.tokens_per_s, m.read), (None, None), "{events:?}");
+            // What counts from the sending has one.
+            let m = with(&users, events, least);
+            assert!(m.tokens_per_s.is_some_and(|rate| rate < 8.1), "{m:?}");
+            assert_eq!(m.steady_tokens_per_s, None, "{events:?}");
+            assert!(is(with(&prefill, events, least).tokens_per_s, 10.0));
+        }
+        let m = with(&decode, &[500, 501], 0);
+        assert!(is(m.tokens_per_s, 3000.0), "{m:?}");
     }
 
     #[test]
@@ -452,11 +522,12 @@ mod tests {
             context: 0,
             tokens: 63,
         };
-        let error = measure("peer", &point, &[whole])
+        let error = measure("peer", &point, &[whole], Duration::ZERO)
             .expect_err("one piece")
             .to_string();
         assert!(error.contains("peer") && error.contains("one piece"), "{error}");
-        let error = measure("peer", &point, &[trace(start, 0, &[500], 1)]).expect_err("one token");
+        let error =
+            measure("peer", &point, &[trace(start, 0, &[500], 1)], Duration::ZERO).expect_err("one token");
         assert!(error.to_string().contains("1 of 64"), "{error}");
     }
 

@@ -7,13 +7,14 @@ use std::time::Instant;
 
 use anyhow::Context;
 use dynacore::Device;
-use dynacore::cpu::peak_resident_bytes;
+use dynacore::cpu::isa::Isa;
 use serde_json::json;
 
 use super::drive::{Engine, Prompt, Random, Trace};
+use super::reading::Reading;
 use crate::cli::{Usage, session};
 use crate::engine::{EngineConfig, EngineHandle, Event, Request};
-use crate::load::{self, LoadOptions, ModelFacts};
+use crate::load::{self, Checkpoint, LoadOptions, ModelFacts};
 use crate::metrics::Metrics;
 use crate::sample::params::{SamplingParams, TokenId};
 use crate::settings::Settings;
@@ -42,11 +43,12 @@ pub(super) struct Local {
     facts: ModelFacts,
     name: String,
     description: serde_json::Value,
+    reading: Reading,
 }
 
-/// Loading options for `needs`: every request has its room, so that none is preempted.
-pub(super) fn options(path: &Path, needs: Needs, settings: &Settings) -> anyhow::Result<LoadOptions> {
-    let trained = load::open(path)?.facts.trained_context;
+/// Loading options for `needs` of a model made for `trained` tokens: every request has its room, so that none is
+/// preempted.
+fn options(trained: usize, needs: Needs, settings: &Settings) -> anyhow::Result<LoadOptions> {
     let context = needs
         .context
         .next_multiple_of(load::BLOCK_TOKENS)
@@ -91,9 +93,13 @@ impl Local {
         needs: Needs,
         settings: &Settings,
     ) -> anyhow::Result<Local> {
-        let options = options(path, needs, settings)?;
+        let Checkpoint { graph, facts, .. } = load::open(path)?;
+        let options = options(facts.trained_context, needs, settings)?;
         let device = session::device(settings)?;
         let info = device.info().clone();
+        let plan = load::plan(graph, &device, &options)?;
+        let isa = Isa::detect(Some(&info.isa))?;
+        let reading = Reading::new(plan, options.kv.block(), isa, info.units);
         let model = load::load(path, &device, &options)?;
         let vocab = model.tokenizer.vocab();
         let plain: Vec<TokenId> = (0..model.vocab_size.min(vocab.len()) as TokenId)
@@ -136,6 +142,7 @@ impl Local {
             facts,
             name: name.to_owned(),
             description,
+            reading,
         })
     }
 }
@@ -203,7 +210,11 @@ impl Engine for Local {
     }
 
     fn peak_resident(&self) -> Option<u64> {
-        peak_resident_bytes(None)
+        self.reading.peak_resident()
+    }
+
+    fn reading(&self) -> Option<&Reading> {
+        Some(&self.reading)
     }
 
     fn describe(&self) -> serde_json::Value {

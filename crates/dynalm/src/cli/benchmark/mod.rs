@@ -7,6 +7,7 @@
 
 mod drive;
 mod local;
+mod reading;
 mod remote;
 mod report;
 mod roofline;
@@ -468,11 +469,14 @@ fn measure(
                         0 => "warm-up".to_owned(),
                         n => format!("round {n} of {}", args.rounds),
                     };
+                    let rate = measured.tokens_per_s.map_or_else(
+                        || "no rate, its tokens arrived together".to_owned(),
+                        |rate| format!("{} tokens/s", report::number(rate)),
+                    );
                     console::note(format_args!(
-                        "{which}: {}, {}: {} tokens/s",
+                        "{which}: {}, {}: {rate}",
                         engine.label(),
-                        point.title(),
-                        report::number(measured.tokens_per_s)
+                        point.title()
                     ));
                 }
                 // The first round warms caches, pages and connections.

@@ -76,6 +76,8 @@ const WORDS: [&str; 64] = [
     "member",
     "law",
 ];
+/// Closer parts may have lain in one packet, or waited together for this client.
+const LEAST_SPAN: Duration = Duration::from_millis(1);
 /// Words of the two prompts that tell how many tokens a word takes.
 const SHORT: usize = 4;
 const LONG: usize = 36;
@@ -224,6 +226,10 @@ impl Engine for Remote {
 
     fn peak_resident(&self) -> Option<u64> {
         peak_resident_bytes(Some(self.options.pid?))
+    }
+
+    fn least_span(&self) -> Duration {
+        LEAST_SPAN
     }
 
     fn describe(&self) -> Value {

@@ -83,7 +83,7 @@ impl<'a> Series<'a> {
 
     /// For the summary record.
     pub(super) fn json(&self) -> Value {
-        let rate = self.spread(|m| Some(m.tokens_per_s));
+        let rate = self.spread(|m| m.tokens_per_s);
         let mut value = serde_json::to_value(self.point).expect("a point is JSON");
         value["rounds"] = self.rounds().count().into();
         value["tokens_per_s"] = json!(rate);
@@ -91,6 +91,12 @@ impl<'a> Series<'a> {
         value["steady_tokens_per_s"] = json!(self.spread(|m| m.steady_tokens_per_s));
         value["ttft_ms"] = json!(self.quantiles(|m| Some(m.ttft_ms)));
         value["gap_ms"] = json!(self.quantiles(|m| m.gap_ms));
+        if let Some(bytes) = self.median(|m| m.read.map(|r| r.read_bytes_per_token)) {
+            value["read_bytes_per_token"] = json!(bytes);
+            value["read_bytes_per_s"] = json!(self.spread(|m| m.read.map(|r| r.read_bytes_per_s)));
+            value["stream_bytes_per_s"] = json!(self.spread(|m| m.read.map(|r| r.stream_bytes_per_s)));
+            value["read_share"] = json!(self.spread(|m| m.read.map(|r| r.read_share)));
+        }
         value["cached_tokens"] = json!(self.rounds().filter_map(|r| r.measured.cached_tokens).max());
         value
     }
@@ -140,7 +146,7 @@ pub(super) struct Comparison<'a> {
 /// The values that are compared: name, whether only where several requests run together, and how to get it.
 type Value64 = fn(&Measured) -> Option<f64>;
 const COMPARED: [(&str, bool, Value64); 4] = [
-    ("tokens_per_s", false, |m| Some(m.tokens_per_s)),
+    ("tokens_per_s", false, |m| m.tokens_per_s),
     ("steady_tokens_per_s", true, |m| m.steady_tokens_per_s),
     ("ttft_ms.p50", true, |m| Some(m.ttft_ms.p50)),
     ("gap_ms.p50", true, |m| m.gap_ms.map(|g| g.p50)),
@@ -219,14 +225,18 @@ pub(super) fn table(series: &[Series<'_>]) -> String {
         "all decoding",
         "first token ms p50 / p95",
         "gap ms p50 / p95 / p99",
+        "reads GB/s",
+        "of a stream",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     let dash = || "-".to_owned();
     for s in series {
-        let rate = s.spread(|m| Some(m.tokens_per_s));
+        let rate = s.spread(|m| m.tokens_per_s);
         let steady = s.median(|m| m.steady_tokens_per_s);
         let ttft = s.quantiles(|m| Some(m.ttft_ms));
         let gap = s.quantiles(|m| m.gap_ms);
+        let reads = s.median(|m| m.read.map(|r| r.read_bytes_per_s));
+        let share = s.median(|m| m.read.map(|r| r.read_share));
         rows.push(vec![
             s.point.title(),
             s.engine.to_owned(),
@@ -235,6 +245,8 @@ pub(super) fn table(series: &[Series<'_>]) -> String {
             steady.map_or_else(dash, number),
             ttft.map_or_else(dash, |q| list(&[q.p50, q.p95])),
             gap.map_or_else(dash, |q| list(&[q.p50, q.p95, q.p99])),
+            reads.map_or_else(dash, |bytes| number(bytes / 1e9)),
+            share.map_or_else(dash, |share| format!("{:.0} %", 100.0 * share)),
         ]);
     }
     console::table(&rows)
@@ -292,7 +304,7 @@ mod tests {
             round,
             point: Point::Prefill { tokens: 64 },
             measured: Measured {
-                tokens_per_s: rate,
+                tokens_per_s: Some(rate),
                 steady_tokens_per_s: None,
                 ttft_ms: Quantiles {
                     p50: 1.0,
@@ -305,6 +317,7 @@ mod tests {
                 output_tokens: 1,
                 cached_tokens: None,
                 events: 1,
+                read: None,
             },
             peak_resident_bytes: Some(7),
         }
@@ -342,6 +355,24 @@ mod tests {
         assert_eq!(found[0].json()["ratio"]["max"], 1.2);
         assert_eq!(found[0].json()["figure"], "prefill");
         assert!(comparison_table(&found).contains("a / b"));
+    }
+
+    #[test]
+    fn a_figure_without_a_rate_says_so_and_is_not_compared() {
+        let mut all = vec![record("a", 1, 1.0), record("b", 1, 1.0)];
+        all[0].measured.tokens_per_s = None;
+        let text = serde_json::to_value(&all[0]).expect("JSON");
+        assert!(text["tokens_per_s"].is_null());
+        assert_eq!(
+            serde_json::from_value::<RoundRecord>(text).expect("a round"),
+            all[0]
+        );
+        let series = Series::of(&all);
+        assert!(series[0].json()["tokens_per_s"].is_null());
+        assert_eq!(comparisons(&series, "a"), []);
+        let table = table(&series[..1]);
+        let row: Vec<&str> = table.lines().last().expect("a row").split_whitespace().collect();
+        assert_eq!(row[..5], ["prefill", "64", "a", "-", "-"], "{table}");
     }
 
     #[test]

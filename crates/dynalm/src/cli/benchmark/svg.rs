@@ -65,7 +65,7 @@ fn round_up(x: f64) -> f64 {
 
 /// A speed: the median of the rounds, whiskers from the smallest to the largest.
 fn rate(s: &Series<'_>) -> Option<Bar> {
-    let r = s.spread(|m| Some(m.tokens_per_s))?;
+    let r = s.spread(|m| m.tokens_per_s)?;
     Some(Bar {
         value: r.median,
         low: r.min,
@@ -295,7 +295,7 @@ mod tests {
             round: 1,
             point,
             measured: Measured {
-                tokens_per_s: rate,
+                tokens_per_s: Some(rate),
                 steady_tokens_per_s: None,
                 ttft_ms: Quantiles {
                     p50: 10.0,
@@ -307,6 +307,7 @@ mod tests {
                 prompt_tokens: 1,
                 output_tokens: 1,
                 cached_tokens: None,
+                read: None,
                 events: 1,
             },
             peak_resident_bytes: None,
