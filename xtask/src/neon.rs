@@ -39,6 +39,9 @@ pub(crate) fn run(filters: &[String]) -> anyhow::Result<()> {
     if cfg!(target_arch = "aarch64") {
         bail!("this machine is AArch64: `cargo test -p dynacore` runs its kernels without emulation");
     }
+    if let Some(option) = filters.iter().find(|name| name.starts_with('-')) {
+        bail!("test-neon takes parts of tests' names, not options of the test program: found `{option}`");
+    }
     let missing = missing();
     if !missing.is_empty() {
         bail!("test-neon needs what this machine lacks:\n{}", missing.join("\n"));

@@ -79,8 +79,10 @@ pub(crate) fn watched_step(
         .spawn()
         .with_context(|| format!("{what}: cannot start {command:?}"))?;
     let printed = child.stdout.take().context("its output is a pipe")?;
-    for line in BufReader::new(printed).lines() {
-        let line = line.with_context(|| format!("{what}: cannot read what it prints"))?;
+    for line in BufReader::new(printed).split(b'\n') {
+        // Were it not read to its end, the program would wait for that.
+        let Ok(line) = line else { break };
+        let line = String::from_utf8_lossy(&line);
         println!("{line}");
         watch(&line);
     }

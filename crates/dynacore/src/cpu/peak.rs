@@ -13,8 +13,10 @@ use crate::error::{Error, Result};
 
 /// Bytes one thread reads in a sample: long enough to hide the start.
 const SAMPLE_BYTES: usize = 4 << 20;
-/// Samples a thread's memory holds: together more than the caches, so that each comes from memory again.
+/// Samples a thread's memory holds at least, where so much is free.
 const SAMPLES: usize = 16;
+/// How many times the last cache all memory holds, so that each sample comes from memory again.
+const TIMES_CACHE: usize = 2;
 /// How often each figure is sampled.
 const REPEATS: usize = 48;
 /// Most of the free memory that is read from.
@@ -73,7 +75,8 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Memory for `threads` threads, at least one, that read it with the instructions of `isa`.
+    /// Memory for `threads` threads, at least one, that read it with the instructions of `isa`: 64 MiB each, or twice the
+    /// last cache if that is more.
     ///
     /// # Errors
     /// As [`Peak::measure`].
@@ -84,11 +87,14 @@ impl Stream {
         })?;
         let threads = threads.max(1);
         let free = Topology::detect().free_bytes() / MEMORY_SHARE;
-        let samples = (free / (threads * SAMPLE_BYTES) as u64).min(SAMPLES as u64) as usize;
-        if samples == 0 {
+        let cache = last_cache_bytes().unwrap_or(0);
+        let enough = TIMES_CACHE * cache.div_ceil(threads * SAMPLE_BYTES);
+        let samples = (free / (threads * SAMPLE_BYTES) as u64).min(enough.max(SAMPLES) as u64) as usize;
+        // From the cache it would say nothing of memory.
+        if samples == 0 || samples * threads * SAMPLE_BYTES <= cache {
             return Err(Error::OutOfMemory {
                 device: "cpu".into(),
-                bytes: threads * SAMPLE_BYTES,
+                bytes: threads * SAMPLE_BYTES * enough.max(1),
                 what: "measuring how fast memory is read".into(),
             });
         }
@@ -120,6 +126,20 @@ impl Stream {
         });
         read.into_inner() as f64 / seconds.max(1e-9)
     }
+}
+
+/// Bytes of the largest cache of the first CPU, which others share with it; `None` where the system does not say.
+fn last_cache_bytes() -> Option<usize> {
+    let sizes = std::fs::read_dir("/sys/devices/system/cpu/cpu0/cache").ok()?;
+    let bytes = |entry: std::io::Result<std::fs::DirEntry>| {
+        let size = std::fs::read_to_string(entry.ok()?.path().join("size")).ok()?;
+        size.trim()
+            .strip_suffix('K')?
+            .parse::<usize>()
+            .ok()?
+            .checked_mul(1 << 10)
+    };
+    sizes.filter_map(bytes).max()
 }
 
 /// The shortest of many runs of `job(worker, run)` on all threads: seconds from a common start to the last end.

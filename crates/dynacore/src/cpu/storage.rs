@@ -168,7 +168,7 @@ pub(crate) fn alloc_kv(decls: &[CacheDecl], geometry: &KvGeometry) -> Result<(Cp
             .ok_or_else(|| out(usize::MAX))?;
         total = total.checked_add(bytes).ok_or_else(|| out(usize::MAX))?;
         caches.push(CpuCache {
-            mem: SharedMem::zeroed(bytes).ok_or_else(|| out(bytes))?,
+            mem: SharedMem::zeroed_for_little(bytes).ok_or_else(|| out(bytes))?,
             kind: geometry.kind,
             num_kv_heads,
             head_dim,

@@ -50,8 +50,11 @@ fn products_from_short_records_match_f64_and_do_not_depend_on_the_other_rows() {
 
 #[test]
 fn the_largest_codes_fit_the_sums() {
-    // Weights with all bits set or none, under activations of the largest magnitude: what 16-bit sums hold at most.
-    for table in short_tables() {
+    // Weights with all bits set or none, under activations of the largest magnitude: what sums of 16 bits hold at most, and
+    // with whole codes those of 32.
+    let forms = [(Form::Short, 127.0), (Form::Records, 16383.0)];
+    let cases = tables().into_iter().flat_map(|t| forms.map(|f| (t, f)));
+    for (table, (form, code)) in cases.filter(|(table, (form, _))| has_form(table, *form)) {
         for dtype in DType::WEIGHTS
             .into_iter()
             .filter(|t| matches!(t, DType::Quant(_)))
@@ -67,14 +70,14 @@ fn the_largest_codes_fit_the_sums() {
                 let decoded = dynair::quant::decode(dtype, &bytes, rows * cols).expect("whole blocks");
                 for (n, sign) in [(3, 1.0), (3, -1.0), (50, 1.0), (50, -1.0)] {
                     let x = vec![sign; n * cols];
-                    let out = product_from(Form::Short, table, &w, None, &x, &[]);
+                    let out = product_from(form, table, &w, None, &x, &[]);
                     check(
-                        127.0,
+                        code,
                         &out,
                         &decoded,
                         &x,
                         cols,
-                        &format!("{dtype} {fill:#x} under {}", table.isa),
+                        &format!("{dtype} {fill:#x} from {form:?} under {}", table.isa),
                     );
                 }
             }
@@ -232,20 +235,23 @@ fn a_gated_pair_from_tiles_is_its_two_products_and_the_activation() {
         .into_iter()
         .flat_map(|t| types.map(|types| (t, types)))
     {
-        let (rows, cols, n) = (48, 512, 21);
-        let [gate, up] = types.map(|dtype| {
-            let bytes = weight_bytes(dtype, rows, cols, &mut random);
-            packed(table, dtype, rows, cols, &bytes)
-        });
-        let x = activations("ordinary", n, cols, &mut random);
-        check_glu(
-            Form::Tiles,
-            table,
-            [&gate, &up],
-            Activation::Silu,
-            &x,
-            &[32],
-            "tiles",
-        );
+        // Few rows take runs of 32 row groups of each weight; more than 32 rows take pairs of row groups.
+        for (rows, n) in [(48, 21), (33 * 16 + 5, 9), (33 * 16 + 5, 21), (48, 40)] {
+            let cols = 512;
+            let [gate, up] = types.map(|dtype| {
+                let bytes = weight_bytes(dtype, rows, cols, &mut random);
+                packed(table, dtype, rows, cols, &bytes)
+            });
+            let x = activations("ordinary", n, cols, &mut random);
+            check_glu(
+                Form::Tiles,
+                table,
+                [&gate, &up],
+                Activation::Silu,
+                &x,
+                &[32],
+                "tiles",
+            );
+        }
     }
 }

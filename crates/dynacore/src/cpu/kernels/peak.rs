@@ -79,9 +79,9 @@ const PORTABLE: PeakLoops = PeakLoops {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes {
     use super::{CHAINS, LINE, ROUNDS};
-    use crate::cpu::kernels::lanes::Lanes;
     #[cfg(target_arch = "x86_64")]
     use crate::cpu::kernels::lanes::dot8::Dot8;
+    use crate::cpu::kernels::lanes::{Lanes, Pairs};
     use std::hint::black_box;
 
     /// Bytes ahead of a load that its line is asked for: about what memory's latency takes to arrive.
@@ -100,7 +100,7 @@ mod lanes {
     }
 
     #[inline(always)]
-    pub(super) fn dot<L: Lanes>(l: L) {
+    pub(super) fn dot<L: Pairs>(l: L) {
         let a = black_box(l.splat(3));
         // SAFETY: a pair of codes is read from four bytes.
         let x = unsafe { l.codes(black_box(&[5, 0, 5, 0]).as_ptr()) };
@@ -160,12 +160,6 @@ macro_rules! loops {
             }
 
             #[target_feature(enable = $features)]
-            fn dot() {
-                // SAFETY: as in `fma`.
-                lanes::dot(unsafe { <Set as Lanes>::new() });
-            }
-
-            #[target_feature(enable = $features)]
             fn read(bytes: &[u8]) {
                 // SAFETY: as in `fma`.
                 lanes::read(unsafe { <Set as Lanes>::new() }, bytes);
@@ -174,13 +168,38 @@ macro_rules! loops {
             pub(super) const LOOPS: PeakLoops = PeakLoops {
                 fma,
                 fma_count: CHAINS * Set::WIDTH,
-                dot: Some(dot),
-                dot_count: CHAINS * 2 * Set::WIDTH,
+                dot: None,
+                dot_count: 0,
                 short: None,
                 short_count: 0,
                 tile: None,
                 tile_count: 0,
                 read,
+            };
+        }
+    };
+}
+
+/// The loops of a set, with its products of pairs.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! pair_loops {
+    ($module:ident, $others:ident, $set:path, $features:literal) => {
+        mod $module {
+            use super::{CHAINS, PeakLoops, lanes};
+            use crate::cpu::kernels::lanes::Lanes;
+
+            type Set = $set;
+
+            #[target_feature(enable = $features)]
+            fn dot() {
+                // SAFETY: the features the token stands for are those of this function.
+                lanes::dot(unsafe { <Set as Lanes>::new() });
+            }
+
+            pub(super) const LOOPS: PeakLoops = PeakLoops {
+                dot: Some(dot),
+                dot_count: CHAINS * 2 * Set::WIDTH,
+                ..super::$others::LOOPS
             };
         }
     };
@@ -222,11 +241,18 @@ macro_rules! short_loops {
 }
 
 #[cfg(target_arch = "x86_64")]
-short_loops!(avx2_short, avx2, crate::cpu::kernels::avx2::Avx2, "avx2,fma,f16c");
+pair_loops!(avx2_pairs, avx2, crate::cpu::kernels::avx2::Avx2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+short_loops!(
+    avx2_short,
+    avx2_pairs,
+    crate::cpu::kernels::avx2::Avx2,
+    "avx2,fma,f16c"
+);
 #[cfg(target_arch = "x86_64")]
 short_loops!(
     avx_vnni,
-    avx2,
+    avx2_pairs,
     crate::cpu::kernels::avx2::vnni::AvxVnni,
     "avx2,fma,f16c,avxvnni"
 );
@@ -240,6 +266,8 @@ short_loops!(
 
 #[cfg(target_arch = "aarch64")]
 loops!(neon, crate::cpu::kernels::neon::Neon, "neon");
+#[cfg(target_arch = "aarch64")]
+pair_loops!(neon_pairs, neon, crate::cpu::kernels::neon::Neon, "neon");
 
 /// The loops of a set that multiplies bytes: those of NEON, and its own products.
 #[cfg(target_arch = "aarch64")]
@@ -290,8 +318,20 @@ byte_loops!(dotprod, crate::cpu::kernels::neon::bytes::Dotprod, "neon,dotprod");
 byte_loops!(i8mm, crate::cpu::kernels::neon::bytes::I8mm, "neon,i8mm");
 
 #[cfg(target_arch = "x86_64")]
+mod avx512_planes {
+    use super::{PeakLoops, avx512_short};
+
+    /// Codes of 16 bits are two bytes each.
+    pub(super) const LOOPS: PeakLoops = PeakLoops {
+        dot: avx512_short::LOOPS.short,
+        dot_count: avx512_short::LOOPS.short_count / 2,
+        ..avx512_short::LOOPS
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
 mod amx {
-    use super::{PeakLoops, TILE_ROUNDS, avx512_short};
+    use super::{PeakLoops, TILE_ROUNDS, avx512_planes};
     use crate::cpu::kernels::amx::{PEAK_ROUND, peak};
 
     unsafe fn tile() {
@@ -302,7 +342,7 @@ mod amx {
     pub(super) const LOOPS: PeakLoops = PeakLoops {
         tile: Some(tile),
         tile_count: PEAK_ROUND,
-        ..avx512_short::LOOPS
+        ..avx512_planes::LOOPS
     };
 }
 
@@ -319,13 +359,13 @@ impl PeakLoops {
             #[cfg(target_arch = "x86_64")]
             Isa::AvxVnni => Some(avx_vnni::LOOPS),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Some(avx512_short::LOOPS),
+            Isa::Avx512 => Some(avx512_planes::LOOPS),
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => Some(amx::LOOPS),
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 | Isa::Amx => None,
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => Some(neon::LOOPS),
+            Isa::Neon => Some(neon_pairs::LOOPS),
             #[cfg(target_arch = "aarch64")]
             Isa::Dotprod => Some(dotprod::LOOPS),
             #[cfg(target_arch = "aarch64")]

@@ -8,7 +8,7 @@
 //! Rows are prepared in one of three forms. From *records* an output element depends on its own row of x and its own
 //! row of the weight alone: bit for bit the same whatever `n`, the order of rows, and the split into workers (see
 //! [`crate::cpu::kernels`]). *Short* records and *tiles*, where the table has them, are faster for several and for many
-//! rows and less precise (see `lanes::short` and [`crate::cpu::kernels::amx`]); as it is the number of rows that decides,
+//! rows and less precise (see `lanes::dot8` and [`crate::cpu::kernels::amx`]); as it is the number of rows that decides,
 //! they are for `auto` mode alone.
 
 use std::ops::Range;

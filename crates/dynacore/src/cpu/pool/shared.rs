@@ -34,7 +34,7 @@ const HUGE: usize = 2 << 20;
 pub(crate) struct SharedMem<T: Plain> {
     start: NonNull<T>,
     /// Owns what `start` points to.
-    _map: MmapMut,
+    map: MmapMut,
     len: usize,
     #[cfg(test)]
     ledger: std::sync::Mutex<Vec<Claim>>,
@@ -55,18 +55,25 @@ unsafe impl<T: Plain> Sync for SharedMem<T> {}
 impl<T: Plain> SharedMem<T> {
     /// `len` zeros, or `None` if the system refuses. They take physical memory only when first touched.
     pub(crate) fn zeroed(len: usize) -> Option<SharedMem<T>> {
+        let mem = SharedMem::zeroed_for_little(len)?;
+        // Rows of activations lie pages apart: with small pages each is a walk of its own. The advice may fail: older
+        // kernels have no huge pages.
+        #[cfg(target_os = "linux")]
+        if mem.map.len() >= HUGE {
+            let _ = mem.map.advise(memmap2::Advice::HugePage);
+        }
+        Some(mem)
+    }
+
+    /// As [`SharedMem::zeroed`], where perhaps little of it will be touched: not in huge pages, each of which is touched as
+    /// a whole. A cache has a part for each layer, and most requests are short.
+    pub(crate) fn zeroed_for_little(len: usize) -> Option<SharedMem<T>> {
         let bytes = len.max(1).checked_mul(size_of::<T>())?;
         let mut map = MmapMut::map_anon(bytes).ok()?;
-        // Rows of activations and blocks of a cache lie pages apart: with small pages each is a walk of its own. The
-        // advice may fail: older kernels have no huge pages. Where not all is used, at most one of them is wasted.
-        #[cfg(target_os = "linux")]
-        if bytes >= HUGE {
-            let _ = map.advise(memmap2::Advice::HugePage);
-        }
         let start = NonNull::new(map.as_mut_ptr().cast::<T>())?;
         Some(SharedMem {
             start,
-            _map: map,
+            map,
             len,
             #[cfg(test)]
             ledger: std::sync::Mutex::default(),

@@ -199,6 +199,7 @@ impl Quantiles {
 pub(super) struct Measured {
     /// What the figure is named for: prompt tokens (prefill) or reply tokens (the rest) a second. `None` of a decoding
     /// whose tokens arrived together.
+    #[serde(deserialize_with = "Option::deserialize")]
     pub(super) tokens_per_s: Option<f64>,
     /// Reply tokens a second while every user was receiving some: the pure decoding of a batch. Closed loop only, and
     /// only if there was such a time, long enough to be told.
@@ -215,7 +216,7 @@ pub(super) struct Measured {
     pub(super) cached_tokens: Option<usize>,
     /// Parts the replies arrived in.
     pub(super) events: usize,
-    /// Decoding in this process only.
+    /// Decoding in this process only, and only where there is memory to read beside.
     #[serde(flatten)]
     pub(super) read: Option<Read>,
 }
@@ -233,7 +234,7 @@ pub(super) fn round(
         .map(|_| engine.prompt(random, prompt, shared))
         .collect();
     let reading = engine.reading().filter(|_| matches!(point, Point::Decode { .. }));
-    let before = reading.map(Reading::stream).transpose()?;
+    let before = reading.and_then(Reading::stream);
     let traces = match *point {
         Point::Prefill { .. } | Point::Decode { .. } => prompts
             .into_iter()
@@ -242,7 +243,7 @@ pub(super) fn round(
         Point::Users { requests, .. } => closed_loop(engine, &prompts, requests, reply)?,
         Point::Rate { rate, .. } => open_loop(engine, &prompts, rate, reply, random)?,
     };
-    let after = reading.map(Reading::stream).transpose()?;
+    let after = reading.and_then(Reading::stream);
     let mut measured = measure(engine.label(), point, &traces, engine.least_span())?;
     if let (Some(reading), Some(before), Some(after), Some(rate)) =
         (reading, before, after, measured.tokens_per_s)

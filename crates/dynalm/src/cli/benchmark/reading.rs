@@ -79,15 +79,15 @@ impl Reading {
         contexts.map(step).map(|bytes| bytes as f64).sum::<f64>() / count as f64
     }
 
-    /// Bytes a second of a short streaming read.
-    pub(super) fn stream(&self) -> anyhow::Result<f64> {
+    /// Bytes a second of a short streaming read; `None` where too little memory is free for one.
+    pub(super) fn stream(&self) -> Option<f64> {
         let peak = self.peak_resident().unwrap_or(0);
-        let rate = Stream::new(self.isa, self.threads)?.rate(READ);
+        let rate = Stream::new(self.isa, self.threads).ok()?.rate(READ);
         // Its memory is not the engine's. Where it cannot be forgotten, it counts.
         if forget_peak_resident() {
             self.peak_resident.store(peak, Ordering::Relaxed);
         }
-        Ok(rate)
+        Some(rate)
     }
 
     /// Peak resident memory of this process, bytes, streaming reads left out.

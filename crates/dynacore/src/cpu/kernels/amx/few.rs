@@ -49,7 +49,8 @@ impl Sink for Panel {
     }
 }
 
-/// Multiplies tiles with `TILES` tiles of activations a while after they are written.
+/// Multiplies tiles with `TILES` tiles of activations a while after they are written. There is one only while tiles are
+/// configured; each `x` has every group that it takes.
 pub(crate) struct Products<const TILES: usize> {
     ring: *mut u8,
     /// The next group's place in each tile of rows.
@@ -69,7 +70,7 @@ impl<const TILES: usize> Sink for Products<TILES> {
     unsafe fn written(&mut self) {
         self.written += 1;
         if self.written > BEHIND {
-            // SAFETY: there is a group that was written and not yet multiplied.
+            // SAFETY: tiles are configured and x has the group (see the type); it was written and not yet multiplied.
             unsafe { self.multiply() };
         }
     }

@@ -4,7 +4,7 @@
 //!
 //! Activations are rounded to bf16 and stand in *tiles* of 16 rows by 32 values of K, `[rows / 16][K / 32][16][32]`, a
 //! kibibyte each, in the order of the records' codes (see [`crate::cpu::kernels`]). Rows past the last are zero. Behind
-//! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded, eight groups of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows of the
+//! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded, for more than 32 rows eight groups of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows of the
 //! weight: line p of a tile holds pair p of the group's codes for each row ([`expand`]). A tile product adds 16 by 16
 //! results in f32, and its lines are the 16 outputs of one row of activations, as everywhere.
 //!
@@ -18,7 +18,7 @@
 //!
 //! ```text
 //! for each chunk of K                      so that its tiles of x stay in the second-level cache
-//!     for each two row groups              32 outputs (few rows of x: first these, then the chunks)
+//!     for each two row groups              32 outputs; up to 32 rows of x: see [`few`]
 //!         for each panel of the chunk      so that it stays in the nearest cache
 //!             expand the weights
 //!             for each 32 rows of x        2 x 2 accumulators of 16 x 16

@@ -8,9 +8,11 @@ use std::arch::x86_64::*;
 
 use super::lanes::dot8::{self, Codes, Dot8, out_of_line_dot8};
 use super::lanes::float::FloatType;
-use super::lanes::prepare::{Pairs, row, short_row};
+use super::lanes::prepare::{self, short_row};
 use super::lanes::types::QuantFormat;
-use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers, short_kernels};
+use super::lanes::{
+    Lanes, Pairs, float, lane_table, memory, out_of_line, out_of_line_pairs, quant, registers, short_kernels,
+};
 use crate::cpu::isa::Isa;
 use crate::cpu::table::{KernelTable, LaneKernels};
 
@@ -20,7 +22,7 @@ lane_table!(
     Isa::Avx2,
     Avx2,
     "avx2,fma,f16c",
-    (row::<Pairs> => quant, Avx2),
+    (prepare::row::<prepare::Pairs> => quant, Avx2),
     short_kernels!(Avx2, "avx2,fma,f16c", short_row, 5: 12, usize::MAX)
 );
 
@@ -76,7 +78,6 @@ product_and_sum!(
 impl Lanes for Avx2 {
     type I = __m256i;
     type F = __m256;
-    type X = __m256i;
     const WIDTH: usize = 8;
     const TILE: usize = 6;
 
@@ -101,7 +102,6 @@ impl Lanes for Avx2 {
         shl16(a: __m256i, n: u32) -> __m256i { _mm256_sll_epi16(a, count(n)) }
         shr16(a: __m256i, n: u32) -> __m256i { _mm256_srl_epi16(a, count(n)) }
         sar16(a: __m256i, n: u32) -> __m256i { _mm256_sra_epi16(a, count(n)) }
-        dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i { dot(acc, a, b) }
         to_f(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
         zero_f() -> __m256 { _mm256_setzero_ps() }
         mul_f(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
@@ -127,13 +127,7 @@ impl Lanes for Avx2 {
             _mm256_castsi256_ps(_mm256_max_epi32(normal, subnormal))
         }}
         each(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
-        codes(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m256 { _mm256_set1_ps(p.cast::<f32>().read_unaligned()) }
-    }
-
-    #[inline(always)]
-    fn ordered(self, a: __m256i) -> __m256i {
-        a
     }
 
     #[inline(always)]
@@ -148,6 +142,25 @@ impl Lanes for Avx2 {
     }
 
     out_of_line!("avx2,fma,f16c");
+}
+
+impl Pairs for Avx2 {
+    type X = __m256i;
+
+    #[inline(always)]
+    fn ordered(self, a: __m256i) -> __m256i {
+        a
+    }
+
+    registers! {
+        dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i { dot(acc, a, b) }
+    }
+
+    memory! {
+        codes(p: *const u8) -> __m256i { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
+    }
+
+    out_of_line_pairs!("avx2,fma,f16c");
 }
 
 impl Dot8 for Avx2 {

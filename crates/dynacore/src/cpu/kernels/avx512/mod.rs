@@ -1,7 +1,7 @@
 //! AVX-512 F, BW, VL and VNNI: sixteen rows to a vector, one vector to a row group.
 //!
-//! Products of 16-bit pairs are `vpdpwssd`, which adds modulo 2^32 as AVX2's two instructions do. A tile of the
-//! many-row kernels is 16 rows of the weight by 8 of x, each with two sums, which hides the latency of 5 cycles.
+//! Quantised weights meet activations by products of bytes, `vpdpbusd`, whether their codes have 8 bits or 15, in two planes
+//! ([`dot8`]), eight rows at a time.
 
 mod prepare;
 
@@ -35,7 +35,6 @@ fn count(n: u32) -> __m128i {
 impl Lanes for Avx512 {
     type I = __m512i;
     type F = __m512;
-    type X = __m512i;
     const WIDTH: usize = 16;
     const TILE: usize = 8;
 
@@ -60,7 +59,6 @@ impl Lanes for Avx512 {
         shl16(a: __m512i, n: u32) -> __m512i { _mm512_sll_epi16(a, count(n)) }
         shr16(a: __m512i, n: u32) -> __m512i { _mm512_srl_epi16(a, count(n)) }
         sar16(a: __m512i, n: u32) -> __m512i { _mm512_sra_epi16(a, count(n)) }
-        dot(acc: __m512i, a: __m512i, b: __m512i) -> __m512i { _mm512_dpwssd_epi32(acc, a, b) }
         to_f(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
         zero_f() -> __m512 { _mm512_setzero_ps() }
         mul_f(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
@@ -86,13 +84,7 @@ impl Lanes for Avx512 {
             _mm512_castsi512_ps(_mm512_max_epi32(normal, subnormal))
         }}
         each(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
-        codes(p: *const u8) -> __m512i { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
         each_f(p: *const u8) -> __m512 { _mm512_set1_ps(p.cast::<f32>().read_unaligned()) }
-    }
-
-    #[inline(always)]
-    fn ordered(self, a: __m512i) -> __m512i {
-        a
     }
 
     #[inline(always)]

@@ -1,7 +1,8 @@
-//! Products with quantised weights and activations of 8 bits, for sets that multiply bytes: for `auto` mode.
+//! Products with quantised weights for sets that multiply bytes, with activations of 8 bits ([`Short`], for `auto` mode) or
+//! of 15 in two planes ([`Whole`]).
 //!
-//! Four products of an unsigned byte (of the weight) and a signed one (of x) are one lane of one instruction, so that a
-//! group of 32 takes half the products of [`super::quant`]. What remains of a group is in f32:
+//! Four products of an unsigned byte (of the weight) and a signed one (of x) are one lane of one instruction. With [`Short`]
+//! codes a group of 32 takes half the products of [`super::quant`], and what remains of it is in f32:
 //!
 //! ```text
 //! i_h = sum of code_w * code_x - offset * sum of code_x      exact; h: the halves of a group, or its whole
@@ -9,24 +10,28 @@
 //! acc = fma(t, a, acc);  acc = fma(M, s, acc)                per minimum, as in [`crate::cpu::kernels`]
 //! ```
 //!
-//! in the same order for few rows ([`gemv`], straight from the stream of packed lines) and for many ([`expand`],
+//! With [`Whole`] codes it takes as many products as there, of codes that are not widened, and the same integers and float
+//! operations follow: the bits are the same.
+//!
+//! The order is the same for few rows ([`gemv`], straight from the stream of packed lines) and for many ([`expand`],
 //! [`tile`]): for one form of the activations an output depends on its own two rows alone. Signed codes are lifted by 128
 //! where the set wants an unsigned operand ([`Dot8::LIFT`]), and the offset takes it away.
 //!
 //! # What is reached
 //!
 //! Matrices `[4096, 2048]`, GMAC/s of one thread, best of many samples on busy machines, `cargo run --release -p dynacore
-//! --example bench_linear -- form=short`; in brackets with whole records. On the Zen 4 `vpdpbusd` does 236, and a group's
-//! three float operations leave 73 % of that.
+//! --example bench_linear -- form=short`, or `form=records`. On the Zen 4 `vpdpbusd` does 236, and a group's three float
+//! operations leave 73 % of that, or 82 % of the half that is there for whole codes.
 //!
-//! | type | Zen 4, AVX-512: 4 rows | 16 rows | 512 rows | Xeon, AVX-VNNI: 4 rows | 16 rows | 512 rows |
+//! | type | Zen 4, AVX-512, short: 4 rows | 16 rows | 512 rows | whole: 4 rows | 16 rows | 512 rows |
 //! |---|---|---|---|---|---|---|
-//! | Q4_K | 97 (64) | 138 (70) | 156 (81) | 80 (43) | 83 (49) | 106 (53) |
-//! | Q6_K | 66 (38) | 113 (66) | 132 (82) | 54 (22) | 54 (37) | 85 (53) |
-//! | Q8_0 | 57 (45) | 125 (59) | 155 (83) | 58 (43) | 90 (48) | 109 (55) |
+//! | Q4_K | 97 | 138 | 156 | 78 | 87 | 93 |
+//! | Q6_K | 66 | 113 | 132 | 63 | 78 | 80 |
+//! | Q8_0 | 57 | 125 | 155 | 57 | 92 | 93 |
 //!
-//! AVX2 on the Zen 4: Q4_K 79 (63) at 16 rows, 94 (72) at 512; Q6_K 71 (73) and Q8_0 54 (74) at 512, so that only
-//! unsigned codes of up to five bits use it there.
+//! Short codes on a Xeon with AVX-VNNI, in brackets whole ones by [`super::quant`]: Q4_K 80 (43) at 4 rows, 83 (49) at 16,
+//! 106 (53) at 512; Q6_K 54 (22), 54 (37), 85 (53); Q8_0 58 (43), 90 (48), 109 (55). AVX2 on the Zen 4: Q4_K 79 (63) at 16
+//! rows, 94 (72) at 512; Q6_K 71 (73) and Q8_0 54 (74) at 512, so that only unsigned codes of up to five bits use it there.
 
 mod codes;
 
@@ -87,7 +92,7 @@ type I<S> = <<S as Dot8>::Lanes as Lanes>::I;
 /// The floats of a set.
 type F<S> = <<S as Dot8>::Lanes as Lanes>::F;
 
-/// The last three methods of [`Short`], with the target features of the instruction set.
+/// The last three methods of [`Dot8`], with the target features of the instruction set.
 macro_rules! out_of_line_dot8 {
     ($features:tt) => {
         unsafe fn gemv<X: Codes<Self>, T: QuantFormat, const N: usize>(self, a: &quant::Gemv, acc: *mut f32) {
@@ -241,7 +246,7 @@ macro_rules! by_kind {
 /// See [`crate::cpu::kernels::GroupFn`].
 ///
 /// # Safety
-/// As there; `records` are short ones.
+/// As there; `records` are of form `X`.
 pub(crate) unsafe fn group<S: Dot8, X: Codes<S>, T: QuantFormat>(
     args: &GroupArgs<'_>,
     acc: &mut [[f32; ROWS]],
@@ -317,7 +322,7 @@ unsafe fn any_tile<S: Dot8, X: Codes<S>, T: QuantFormat>(s: S, a: &ByteTile, row
 /// `acc[n][16] = x * weight` for N rows, all of K.
 ///
 /// # Safety
-/// As [`super::quant::gemv`]; the records are short ones.
+/// As [`super::quant::gemv`]; the records are of form `X`.
 #[inline(always)]
 pub(crate) unsafe fn gemv<S: Dot8, X: Codes<S>, T: QuantFormat, const N: usize>(
     s: S,
@@ -442,7 +447,7 @@ unsafe fn expand_half<S: Dot8, X: Codes<S>, T: QuantFormat, const HALF: usize>(
 ///
 /// # Safety
 /// `panel` holds `count` groups of a type with these `HALVES` and `MINS` whose codes fit `RUN`, `records` N rows of as
-/// many short records; `acc` can be read and written for N rows of 16.
+/// many records of form `X`; `acc` can be read and written for N rows of 16.
 #[inline(always)]
 pub(crate) unsafe fn tile<
     S: Dot8,

@@ -1,8 +1,9 @@
 //! The matrix kernels, written once over an abstract vector ([`Lanes`]) whose lanes are output rows.
 //!
-//! [`types`] says how each quantised type is expanded, [`quant`] multiplies them, `short` does so with activations of 8
-//! bits, [`float`] does F32, F16 and BF16, [`prepare`] makes the activation records. The instruction sets differ in nothing but the vector, so their results
-//! are bit-identical; those of sets that multiply bytes (`bytes`, in place of [`quant`]) are too, as integers are exact.
+//! [`types`] says how each quantised type is expanded, [`quant`] multiplies them, [`float`] does F32, F16 and BF16,
+//! [`prepare`] makes the activation records. Sets that multiply bytes do so in place of [`quant`]: `dot8` on x86-64, also
+//! with activations of 8 bits, and `bytes` on AArch64. The instruction sets differ in nothing but the vector and the
+//! integer products, which are exact, so from the same records their results are bit-identical.
 //!
 //! Everything here is `#[inline(always)]` without target features of its own. The out-of-line functions that
 //! [`out_of_line`] makes for each instruction set carry the features, and the bodies are compiled into them.
@@ -28,8 +29,6 @@ pub(crate) trait Lanes: Copy {
     type I: Copy;
     /// f32 lanes.
     type F: Copy;
-    /// A pair of activation codes as [`Lanes::dot`] takes it.
-    type X: Copy;
     /// Lanes: 8 or 16.
     const WIDTH: usize;
     /// Rows of activations a tile of the many-row kernels holds in registers.
@@ -55,12 +54,6 @@ pub(crate) trait Lanes: Copy {
     fn shl16(self, a: Self::I, n: u32) -> Self::I;
     fn shr16(self, a: Self::I, n: u32) -> Self::I;
     fn sar16(self, a: Self::I, n: u32) -> Self::I;
-    /// 16-bit pairs in the order that [`Lanes::dot`] takes them: a permutation inside the vector, so that what is
-    /// stored so can be loaded so.
-    fn ordered(self, a: Self::I) -> Self::I;
-    /// `acc + a.0 * x.0 + a.1 * x.1` over the 16-bit pairs `a` of each lane, which are [`Lanes::ordered`]; exact modulo
-    /// 2^32.
-    fn dot(self, acc: Self::I, a: Self::I, x: Self::X) -> Self::I;
     /// For each byte of `index`, all of them below 16, that byte of `table`.
     fn lookup(self, table: &[u8; 16], index: Self::I) -> Self::I;
     fn to_f(self, a: Self::I) -> Self::F;
@@ -102,10 +95,6 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// 4 bytes at `p` can be read.
     unsafe fn each(self, p: *const u8) -> Self::I;
-    /// The pair of codes at `p`.
-    /// # Safety
-    /// 4 bytes at `p` can be read.
-    unsafe fn codes(self, p: *const u8) -> Self::X;
     /// The f32 at `p` in every lane.
     /// # Safety
     /// 4 bytes at `p` can be read.
@@ -116,16 +105,34 @@ pub(crate) trait Lanes: Copy {
         prefetch(p);
     }
 
+    /// [`float::expand`], compiled for the instruction set. `# Safety`: as there.
+    unsafe fn float_expand<T: FloatType>(self, weight: *const u8, count: usize, panel: *mut u8);
+    /// [`float::tile`], compiled for the instruction set. `# Safety`: as there.
+    unsafe fn float_tile<T: FloatType, const N: usize>(self, a: &float::Tile, acc: *mut f32);
+}
+
+/// A set that multiplies quantised weights as pairs of 16 bits; a row group is two of its vectors.
+pub(crate) trait Pairs: Lanes {
+    /// A pair of activation codes as [`Pairs::dot`] takes it.
+    type X: Copy;
+
+    /// 16-bit pairs in the order that [`Pairs::dot`] takes them: a permutation inside the vector, so that what is
+    /// stored so can be loaded so.
+    fn ordered(self, a: Self::I) -> Self::I;
+    /// `acc + a.0 * x.0 + a.1 * x.1` over the 16-bit pairs `a` of each lane, which are [`Pairs::ordered`]; exact modulo
+    /// 2^32.
+    fn dot(self, acc: Self::I, a: Self::I, x: Self::X) -> Self::I;
+    /// The pair of codes at `p`.
+    /// # Safety
+    /// 4 bytes at `p` can be read.
+    unsafe fn codes(self, p: *const u8) -> Self::X;
+
     /// [`quant::gemv`], compiled for the instruction set. `# Safety`: as there.
     unsafe fn gemv<T: QuantFormat, const N: usize>(self, a: &quant::Gemv, acc: *mut f32);
     /// [`quant::expand`], compiled for the instruction set. `# Safety`: as there.
     unsafe fn expand<T: QuantFormat>(self, a: &quant::Expand, panel: *mut u8);
     /// [`quant::tile`], compiled for the instruction set. `# Safety`: as there.
     unsafe fn tile<const MINS: usize, const N: usize>(self, a: &quant::Tile, acc: *mut f32);
-    /// [`float::expand`], compiled for the instruction set. `# Safety`: as there.
-    unsafe fn float_expand<T: FloatType>(self, weight: *const u8, count: usize, panel: *mut u8);
-    /// [`float::tile`], compiled for the instruction set. `# Safety`: as there.
-    unsafe fn float_tile<T: FloatType, const N: usize>(self, a: &float::Tile, acc: *mut f32);
 }
 
 /// Methods of [`Lanes`] on registers.
@@ -157,43 +164,9 @@ macro_rules! memory {
 }
 pub(crate) use memory;
 
-/// The last five methods of [`Lanes`], with the target features of the instruction set.
+/// The last two methods of [`Lanes`], with the target features of the instruction set.
 macro_rules! out_of_line {
     ($features:tt) => {
-        unsafe fn gemv<T: QuantFormat, const N: usize>(self, a: &quant::Gemv, acc: *mut f32) {
-            #[target_feature(enable = $features)]
-            unsafe fn inner<L: Lanes, T: QuantFormat, const N: usize>(l: L, a: &quant::Gemv, acc: *mut f32) {
-                // SAFETY: the caller's promise is the callee's.
-                unsafe { quant::gemv::<L, T, N>(l, a, acc) }
-            }
-            // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
-            unsafe { inner::<Self, T, N>(self, a, acc) }
-        }
-
-        unsafe fn expand<T: QuantFormat>(self, a: &quant::Expand, panel: *mut u8) {
-            #[target_feature(enable = $features)]
-            unsafe fn inner<L: Lanes, T: QuantFormat>(l: L, a: &quant::Expand, panel: *mut u8) {
-                // SAFETY: the caller's promise is the callee's.
-                unsafe { quant::expand::<L, T>(l, a, panel) }
-            }
-            // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
-            unsafe { inner::<Self, T>(self, a, panel) }
-        }
-
-        unsafe fn tile<const MINS: usize, const N: usize>(self, a: &quant::Tile, acc: *mut f32) {
-            #[target_feature(enable = $features)]
-            unsafe fn inner<L: Lanes, const MINS: usize, const N: usize>(
-                l: L,
-                a: &quant::Tile,
-                acc: *mut f32,
-            ) {
-                // SAFETY: the caller's promise is the callee's.
-                unsafe { quant::tile::<L, MINS, N>(l, a, acc) }
-            }
-            // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
-            unsafe { inner::<Self, MINS, N>(self, a, acc) }
-        }
-
         unsafe fn float_expand<T: FloatType>(self, weight: *const u8, count: usize, panel: *mut u8) {
             #[target_feature(enable = $features)]
             unsafe fn inner<L: Lanes, T: FloatType>(l: L, weight: *const u8, count: usize, panel: *mut u8) {
@@ -216,6 +189,46 @@ macro_rules! out_of_line {
     };
 }
 pub(crate) use out_of_line;
+
+/// The last three methods of [`Pairs`], with the target features of the instruction set.
+macro_rules! out_of_line_pairs {
+    ($features:tt) => {
+        unsafe fn gemv<T: QuantFormat, const N: usize>(self, a: &quant::Gemv, acc: *mut f32) {
+            #[target_feature(enable = $features)]
+            unsafe fn inner<L: Pairs, T: QuantFormat, const N: usize>(l: L, a: &quant::Gemv, acc: *mut f32) {
+                // SAFETY: the caller's promise is the callee's.
+                unsafe { quant::gemv::<L, T, N>(l, a, acc) }
+            }
+            // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
+            unsafe { inner::<Self, T, N>(self, a, acc) }
+        }
+
+        unsafe fn expand<T: QuantFormat>(self, a: &quant::Expand, panel: *mut u8) {
+            #[target_feature(enable = $features)]
+            unsafe fn inner<L: Pairs, T: QuantFormat>(l: L, a: &quant::Expand, panel: *mut u8) {
+                // SAFETY: the caller's promise is the callee's.
+                unsafe { quant::expand::<L, T>(l, a, panel) }
+            }
+            // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
+            unsafe { inner::<Self, T>(self, a, panel) }
+        }
+
+        unsafe fn tile<const MINS: usize, const N: usize>(self, a: &quant::Tile, acc: *mut f32) {
+            #[target_feature(enable = $features)]
+            unsafe fn inner<L: Pairs, const MINS: usize, const N: usize>(
+                l: L,
+                a: &quant::Tile,
+                acc: *mut f32,
+            ) {
+                // SAFETY: the caller's promise is the callee's.
+                unsafe { quant::tile::<L, MINS, N>(l, a, acc) }
+            }
+            // SAFETY: `self` proves the instruction set; the rest is the caller's promise.
+            unsafe { inner::<Self, MINS, N>(self, a, acc) }
+        }
+    };
+}
+pub(crate) use out_of_line_pairs;
 
 /// The kernels of every weight type in the order of `DType::WEIGHTS`: floats by `$lanes`, the quantised types by the
 /// functions `group` of `$module` for the types `$arg`.

@@ -53,7 +53,7 @@
 use std::mem::MaybeUninit;
 
 use super::types::{Factors, QuantFormat};
-use super::{Lanes, split, with_rows};
+use super::{Lanes, Pairs, split, with_rows};
 use crate::cpu::kernels::{
     AT_CODE_SUM, AT_HALF_CODE_SUMS, AT_HALF_SUMS, AT_SCALE, AT_SUM, GROUP, GroupArgs, LINE, RECORD, ROWS,
 };
@@ -82,7 +82,7 @@ const PANEL_GROUP: usize = (CODE_LINES + 3) * LINE;
 #[repr(align(64))]
 struct Panel(MaybeUninit<[u8; PANEL * PANEL_GROUP]>);
 
-/// A row group and the first of [`Lanes::gemv`]'s rows.
+/// A row group and the first of [`Pairs::gemv`]'s rows.
 pub(crate) struct Gemv {
     pub(super) weight: *const u8,
     pub(super) blocks: usize,
@@ -111,7 +111,8 @@ pub(crate) struct Tile {
 ///
 /// # Safety
 /// As there.
-pub(crate) unsafe fn group<L: Lanes, T: QuantFormat>(args: &GroupArgs<'_>, acc: &mut [[f32; ROWS]]) {
+pub(crate) unsafe fn group<L: Pairs, T: QuantFormat>(args: &GroupArgs<'_>, acc: &mut [[f32; ROWS]]) {
+    const { assert!(2 * L::WIDTH == ROWS, "a row group is two vectors") };
     // SAFETY: the caller promises the instruction set.
     let l = unsafe { L::new() };
     let groups = args.cols / GROUP;
@@ -210,7 +211,7 @@ const fn quad_at<T: QuantFormat>(k: usize) -> usize {
 /// `weight` holds a row group of `blocks` blocks, `records` N rows of a record per group; `acc` can be written for N
 /// rows of 16.
 #[inline(always)]
-pub(crate) unsafe fn gemv<L: Lanes, T: QuantFormat, const N: usize>(l: L, a: &Gemv, acc: *mut f32) {
+pub(crate) unsafe fn gemv<L: Pairs, T: QuantFormat, const N: usize>(l: L, a: &Gemv, acc: *mut f32) {
     let mut sums = [[l.zero_f(); N]; 2];
     for b in 0..a.blocks {
         // SAFETY: block b is one of `blocks`, and each of its groups has a record in each of the N rows.
@@ -231,9 +232,7 @@ pub(crate) unsafe fn gemv<L: Lanes, T: QuantFormat, const N: usize>(l: L, a: &Ge
         // SAFETY: row n < N, vectors 0 and 1 of a line.
         unsafe {
             l.store_f(acc.add(n * LINE), first);
-            if const { L::WIDTH < ROWS } {
-                l.store_f(acc.add(n * LINE + 4 * L::WIDTH), second);
-            }
+            l.store_f(acc.add(n * LINE + 4 * L::WIDTH), second);
         }
     }
 }
@@ -243,7 +242,7 @@ pub(crate) unsafe fn gemv<L: Lanes, T: QuantFormat, const N: usize>(l: L, a: &Ge
 /// # Safety
 /// As [`gemv_group`] for both vectors of a row group.
 #[inline(always)]
-unsafe fn gemv_half<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>(
+unsafe fn gemv_half<L: Pairs, T: QuantFormat, const N: usize, const HALF: usize>(
     l: L,
     (head, body): (*const u8, *const u8),
     (x, stride): (*const u8, usize),
@@ -267,9 +266,9 @@ pub(super) fn records<const N: usize>(first: *const u8, stride: usize) -> [*cons
     rows
 }
 
-/// Both pairs of a quad for [`Lanes::dot`].
+/// Both pairs of a quad for [`Pairs::dot`].
 #[inline(always)]
-fn ordered<L: Lanes>(l: L, [a, b]: [L::I; 2]) -> [L::I; 2] {
+fn ordered<L: Pairs>(l: L, [a, b]: [L::I; 2]) -> [L::I; 2] {
     [l.ordered(a), l.ordered(b)]
 }
 
@@ -279,7 +278,7 @@ fn ordered<L: Lanes>(l: L, [a, b]: [L::I; 2]) -> [L::I; 2] {
 /// As [`QuantFormat::quad`] and [`QuantFormat::factors`] for both vectors; `x` points to a record, with another each
 /// `stride` bytes.
 #[inline(always)]
-unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize>(
+unsafe fn gemv_group<L: Pairs, T: QuantFormat, const N: usize, const HALF: usize>(
     l: L,
     (head, body, j): (*const u8, *const u8, usize),
     (x, stride): (*const u8, usize),
@@ -293,18 +292,12 @@ unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize
         eight_times!(k => {
             let i = quad_at::<T>(k);
             let codes = ordered(l, T::quad::<L, HALF>(l, body, j, i));
-            let second = if const { L::WIDTH < ROWS } {
-                ordered(l, T::quad::<L, HALF>(l, body.add(4 * L::WIDTH), j, i))
-            } else {
-                codes
-            };
+            let second = ordered(l, T::quad::<L, HALF>(l, body.add(4 * L::WIDTH), j, i));
             for p in 0..2 {
                 for n in 0..N {
                     let x = l.codes(x[n].add(8 * i + 4 * p));
                     acc[0][n] = l.dot(acc[0][n], codes[p], x);
-                    if const { L::WIDTH < ROWS } {
-                        acc[1][n] = l.dot(acc[1][n], second[p], x);
-                    }
+                    acc[1][n] = l.dot(acc[1][n], second[p], x);
                 }
             }
             if T::HALVES && k == 3 {
@@ -320,14 +313,12 @@ unsafe fn gemv_group<L: Lanes, T: QuantFormat, const N: usize, const HALF: usize
             (&first[0], &acc[0]),
             &mut sums[0],
         );
-        if const { L::WIDTH < ROWS } {
-            let block = (
-                head.add(T::GEOMETRY.head_width * L::WIDTH),
-                body.add(4 * L::WIDTH),
-                j,
-            );
-            finish_group::<L, T, N, HALF>(l, T::OFFSET_BITS, block, x, (&first[1], &acc[1]), &mut sums[1]);
-        }
+        let block = (
+            head.add(T::GEOMETRY.head_width * L::WIDTH),
+            body.add(4 * L::WIDTH),
+            j,
+        );
+        finish_group::<L, T, N, HALF>(l, T::OFFSET_BITS, block, x, (&first[1], &acc[1]), &mut sums[1]);
     }
 }
 
@@ -399,7 +390,7 @@ pub(super) unsafe fn combine<L: Lanes>(
 /// The groups lie in the row group at `weight` and start and end with a block; `panel` can be written for `count`
 /// groups.
 #[inline(always)]
-pub(crate) unsafe fn expand<L: Lanes, T: QuantFormat>(l: L, a: &Expand, panel: *mut u8) {
+pub(crate) unsafe fn expand<L: Pairs, T: QuantFormat>(l: L, a: &Expand, panel: *mut u8) {
     for b in a.first / T::GROUPS..(a.first + a.count) / T::GROUPS {
         // SAFETY: block b and its groups lie in the row group, and each group has its place in the panel.
         unsafe {
@@ -421,7 +412,7 @@ pub(crate) unsafe fn expand<L: Lanes, T: QuantFormat>(l: L, a: &Expand, panel: *
 /// # Safety
 /// As [`expand_group`] for all vectors of a row group; `out` is the place of the block's first group.
 #[inline(always)]
-unsafe fn expand_half<L: Lanes, T: QuantFormat, const HALF: usize>(
+unsafe fn expand_half<L: Pairs, T: QuantFormat, const HALF: usize>(
     l: L,
     (head, body): (*const u8, *const u8),
     out: *mut u8,
@@ -444,7 +435,7 @@ unsafe fn expand_half<L: Lanes, T: QuantFormat, const HALF: usize>(
 /// # Safety
 /// As [`QuantFormat::quad`] and [`QuantFormat::factors`]; `out` can be written for a vector of each line of a group.
 #[inline(always)]
-unsafe fn expand_group<L: Lanes, T: QuantFormat, const HALF: usize>(
+unsafe fn expand_group<L: Pairs, T: QuantFormat, const HALF: usize>(
     l: L,
     (head, body, j): (*const u8, *const u8, usize),
     out: *mut u8,
@@ -477,22 +468,19 @@ unsafe fn expand_group<L: Lanes, T: QuantFormat, const HALF: usize>(
 
 /// `acc[n][16] += x * panel` for N rows.
 ///
-/// Where one vector holds the row group, even and odd pairs have their own sums, to hide the latency of the product.
-///
 /// # Safety
 /// `panel` holds `count` groups with `MINS` minima, `records` N rows of as many records; `acc` can be read and
 /// written for N rows of 16.
 #[inline(always)]
-pub(crate) unsafe fn tile<L: Lanes, const MINS: usize, const N: usize>(l: L, a: &Tile, acc: *mut f32) {
+pub(crate) unsafe fn tile<L: Pairs, const MINS: usize, const N: usize>(l: L, a: &Tile, acc: *mut f32) {
     /// Pairs of codes in the body of the inner loop.
     const UNROLL: usize = 2;
     let acc = acc.cast::<u8>();
-    let vectors = ROWS / L::WIDTH;
     // SAFETY: group g < count of the panel, and its record in row n < N; row n and vector v of `acc`.
     unsafe {
         let mut totals = [[l.zero_f(); 2]; N];
         for (n, totals) in totals.iter_mut().enumerate() {
-            for (v, total) in totals.iter_mut().enumerate().take(vectors) {
+            for (v, total) in totals.iter_mut().enumerate() {
                 *total = l.load_f(acc.add(n * LINE + v * 4 * L::WIDTH));
             }
         }
@@ -504,23 +492,15 @@ pub(crate) unsafe fn tile<L: Lanes, const MINS: usize, const N: usize>(l: L, a: 
                 for inner in 0..UNROLL {
                     let p = outer * UNROLL + inner;
                     let first = l.load(w.add(p * LINE));
-                    let second = if vectors == 1 {
-                        first
-                    } else {
-                        l.load(w.add(p * LINE + 4 * L::WIDTH))
-                    };
+                    let second = l.load(w.add(p * LINE + 4 * L::WIDTH));
                     for (sums, x) in sums.iter_mut().zip(x) {
                         let x = l.codes(x.add(4 * p));
-                        if vectors == 1 {
-                            sums[inner % 2] = l.dot(sums[inner % 2], first, x);
-                        } else {
-                            sums[0] = l.dot(sums[0], first, x);
-                            sums[1] = l.dot(sums[1], second, x);
-                        }
+                        sums[0] = l.dot(sums[0], first, x);
+                        sums[1] = l.dot(sums[1], second, x);
                     }
                 }
             }
-            for v in 0..vectors {
+            for v in 0..2 {
                 let w = w.add(v * 4 * L::WIDTH);
                 let line = |i: usize| l.load_f(w.add((CODE_LINES + i) * LINE));
                 let factors = (
@@ -531,17 +511,12 @@ pub(crate) unsafe fn tile<L: Lanes, const MINS: usize, const N: usize>(l: L, a: 
                     ],
                 );
                 for n in 0..N {
-                    let sum = if vectors == 1 {
-                        l.add(sums[n][0], sums[n][1])
-                    } else {
-                        sums[n][v]
-                    };
-                    totals[n][v] = combine(l, MINS, sum, factors, x[n], totals[n][v]);
+                    totals[n][v] = combine(l, MINS, sums[n][v], factors, x[n], totals[n][v]);
                 }
             }
         }
         for (n, totals) in totals.iter().enumerate() {
-            for (v, total) in totals.iter().enumerate().take(vectors) {
+            for (v, total) in totals.iter().enumerate() {
                 l.store_f(acc.add(n * LINE + v * 4 * L::WIDTH), *total);
             }
         }

@@ -1,7 +1,7 @@
 //! NEON (Advanced SIMD of AArch64): eight rows to a vector of two registers, two vectors to a row group.
 //!
 //! Products of 16-bit pairs are `smlal` by an element of the activation's register: the pairs of a vector are parted
-//! into eight first and eight second codes ([`Lanes::ordered`], `uzp1` and `uzp2`), once for all rows of activations,
+//! into eight first and eight second codes ([`Pairs::ordered`], `uzp1` and `uzp2`), once for all rows of activations,
 //! and no product needs a broadcast, a second instruction for its sum, or a horizontal addition. A tile of the many-row
 //! kernels is 16 rows of the weight by 6 of x: 24 accumulators, 4 registers of codes and 1 of x of the 32 there are.
 //!
@@ -12,15 +12,17 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use super::lanes::float::FloatType;
-use super::lanes::prepare::{Pairs, row};
+use super::lanes::prepare;
 use super::lanes::types::QuantFormat;
-use super::lanes::{Lanes, float, lane_table, memory, out_of_line, quant, registers};
+use super::lanes::{
+    Lanes, Pairs, float, lane_table, memory, out_of_line, out_of_line_pairs, quant, registers,
+};
 use crate::cpu::isa::Isa;
 use crate::cpu::table::{KernelTable, LaneKernels};
 
 pub(crate) mod bytes;
 
-lane_table!(Isa::Neon, Neon, "neon", (row::<Pairs> => quant, Neon), None);
+lane_table!(Isa::Neon, Neon, "neon", (prepare::row::<prepare::Pairs> => quant, Neon), None);
 
 /// Proof that the CPU has NEON: made by [`Lanes::new`] alone.
 #[derive(Clone, Copy)]
@@ -102,8 +104,6 @@ unsafe fn dot(acc: I, a: I, x: f32) -> I {
 impl Lanes for Neon {
     type I = I;
     type F = F;
-    // The bits of two codes: an f32 is loaded into the vector register that the product reads.
-    type X = f32;
     const WIDTH: usize = 8;
     const TILE: usize = 6;
 
@@ -131,12 +131,6 @@ impl Lanes for Neon {
             both_16!(a => vreinterpretq_s16_u16(vshlq_u16(vreinterpretq_u16_s16(a), vdupq_n_s16(-(n as i16)))))
         }
         sar16(a: I, n: u32) -> I { both_16!(a => vshlq_s16(a, vdupq_n_s16(-(n as i16)))) }
-        ordered(a: I) -> I {{
-            let (low, high) = (vreinterpretq_s16_s32(a.0), vreinterpretq_s16_s32(a.1));
-            let (first, second) = (vuzp1q_s16(low, high), vuzp2q_s16(low, high));
-            int32x4x2_t(vreinterpretq_s32_s16(first), vreinterpretq_s32_s16(second))
-        }}
-        dot(acc: I, a: I, x: f32) -> I { dot(acc, a, x) }
         to_f(a: I) -> F { both_f!(a => vcvtq_f32_s32(a)) }
         zero_f() -> F {{ let z = vdupq_n_f32(0.0); float32x4x2_t(z, z) }}
         mul_f(a: F, b: F) -> F { both_f!(a, b => vmulq_f32(a, b)) }
@@ -182,7 +176,6 @@ impl Lanes for Neon {
             })
         }}
         each(p: *const u8) -> I {{ let v = vld1q_dup_s32(p.cast()); int32x4x2_t(v, v) }}
-        codes(p: *const u8) -> f32 { p.cast::<f32>().read_unaligned() }
         each_f(p: *const u8) -> F {{ let v = vld1q_dup_f32(p.cast()); float32x4x2_t(v, v) }}
     }
 
@@ -196,4 +189,24 @@ impl Lanes for Neon {
     }
 
     out_of_line!("neon");
+}
+
+impl Pairs for Neon {
+    // The bits of two codes: an f32 is loaded into the vector register that the product reads.
+    type X = f32;
+
+    registers! {
+        ordered(a: I) -> I {{
+            let (low, high) = (vreinterpretq_s16_s32(a.0), vreinterpretq_s16_s32(a.1));
+            let (first, second) = (vuzp1q_s16(low, high), vuzp2q_s16(low, high));
+            int32x4x2_t(vreinterpretq_s32_s16(first), vreinterpretq_s32_s16(second))
+        }}
+        dot(acc: I, a: I, x: f32) -> I { dot(acc, a, x) }
+    }
+
+    memory! {
+        codes(p: *const u8) -> f32 { p.cast::<f32>().read_unaligned() }
+    }
+
+    out_of_line_pairs!("neon");
 }

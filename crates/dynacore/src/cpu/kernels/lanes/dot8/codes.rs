@@ -232,6 +232,10 @@ impl<S: Dot8> Codes<S> for Short {
 
 /// Whole records: codes of 15 bits in two planes of bytes ([`super::super::prepare::Planes`]), for sets whose sums are
 /// [`Dot8::FULL`]. The integers and the rest are those of [`super::super::quant`], bit for bit.
+///
+/// They fit 32 bits. Before the offset is taken away a sum is at most `32 * 255 * 16383`, 1.4e8 (codes lifted to a byte).
+/// With halves (Q6_K: 32 from zero, scales to 128; Q3_K, Q2_K: less) both come to `2 * 16 * 32 * 16383 * 128`, 131,072
+/// below 2^31.
 pub(crate) struct Whole;
 
 /// Adds products of four or eight quads with all rows to `acc`, which is zero.
