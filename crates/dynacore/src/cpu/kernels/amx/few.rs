@@ -1,9 +1,9 @@
 //! Up to 32 rows of activations: weights stream, and groups are multiplied soon after they are expanded.
 //!
 //! One row group at a time goes from its start to its end, its sums stay in tile registers, and a tile of weights in a
-//! ring of [`RING`] from its expansion to its product [`BEHIND`] groups later. A panel of groups that is expanded as a
-//! whole and then multiplied, as for many rows, leaves the vector units and memory idle for longer than a core looks
-//! ahead: a Xeon streamed Q4_K at 8.2 GB/s with two threads and 16 rows, and at 11 to 16 in this way.
+//! ring of [`RING`] from its expansion to its product [`BEHIND`] groups later. A Xeon streamed Q4_K at 8.3 GB/s with two
+//! threads and 16 rows from panels of groups that were expanded as a whole and then multiplied, as for many rows, and at 11
+//! to 16 in this way; why is not proven, perhaps because memory waits less.
 //!
 //! On that CPU a tile of Q4_K takes 25 ns to expand in the nearest caches, the product 6 and its operands 5 more, which do
 //! not overlap with it; how far behind does not matter. The order of the sums is that of many rows: the bits are the same.
@@ -189,10 +189,18 @@ unsafe fn stream<const TILES: usize>(
             products.multiply();
         }
         let sums = sums.as_mut_ptr().cast::<u8>();
-        asm!("tilestored [{sums} + {line}*1], tmm0", sums = in(reg) sums, line = in(reg) LINE, options(nostack, preserves_flags));
+        asm!(
+            "tilestored [{sums} + {line}*1], tmm0",
+            sums = in(reg) sums, line = in(reg) LINE,
+            options(nostack, preserves_flags),
+        );
         if TILES > 1 {
             let sums = sums.add(TILE);
-            asm!("tilestored [{sums} + {line}*1], tmm1", sums = in(reg) sums, line = in(reg) LINE, options(nostack, preserves_flags));
+            asm!(
+                "tilestored [{sums} + {line}*1], tmm1",
+                sums = in(reg) sums, line = in(reg) LINE,
+                options(nostack, preserves_flags),
+            );
         }
     }
 }

@@ -4,9 +4,10 @@
 //!
 //! Activations are rounded to bf16 and stand in *tiles* of 16 rows by 32 values of K, `[rows / 16][K / 32][16][32]`, a
 //! kibibyte each, in the order of the records' codes (see [`crate::cpu::kernels`]). Rows past the last are zero. Behind
-//! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded, for more than 32 rows eight groups of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows of the
-//! weight: line p of a tile holds pair p of the group's codes for each row ([`expand`]). A tile product adds 16 by 16
-//! results in f32, and its lines are the 16 outputs of one row of activations, as everywhere.
+//! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded,
+//! for more than 32 rows eight groups of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows
+//! of the weight: line p of a tile holds pair p of the group's codes for each row ([`expand`]). A tile product adds 16
+//! by 16 results in f32, and its lines are the 16 outputs of one row of activations, as everywhere.
 //!
 //! # Precision
 //!

@@ -294,7 +294,8 @@ macro_rules! lane_table {
 }
 pub(crate) use lane_table;
 
-/// The kernels of short records of a set, which `$prepare` makes of a row: from `$few` rows on for unsigned codes of up to `$bits` bits, from `$many` on for others.
+/// The kernels of short records of a set, which `$prepare` makes of a row: from `$few` rows on for unsigned codes of
+/// up to `$bits` bits, from `$many` on for others.
 #[cfg(target_arch = "x86_64")]
 macro_rules! short_kernels {
     ($set:ty, $features:tt, $prepare:expr, $bits:literal: $few:expr, $many:expr) => {{
