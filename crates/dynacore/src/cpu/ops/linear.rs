@@ -498,7 +498,7 @@ impl<const W: usize> Product<'_, W> {
             .clone()
             .flat_map(|g| self.weights.map(|weight| row_group(kernels, weight, g)))
             .collect();
-        let block = amx::block_rows(cols);
+        let block = amx::block_rows(cols, n);
         TILE_BUFFERS.with_borrow_mut(|buffers| {
             for first in (0..n).step_by(block) {
                 let m = block.min(n - first);

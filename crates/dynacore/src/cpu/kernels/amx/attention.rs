@@ -26,7 +26,8 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{Line, TILE, TILE_ROWS, configure, two_by_two};
+use super::many::two_by_two;
+use super::{Line, TILE, TILE_ROWS, configure};
 use crate::cpu::kernels::generic::attention::CHUNK;
 use crate::cpu::kernels::generic::wide::{
     BLOCK, LOWEST, NEGLIGIBLE, Scoring, TILE as LINES, TOKENS, UNSEEN, Wide,

@@ -17,27 +17,21 @@
 //!
 //! # Walk
 //!
-//! ```text
-//! for each chunk of K                      so that its tiles of x stay in the second-level cache
-//!     for each two row groups              32 outputs; up to 32 rows of x: see [`few`]
-//!         for each panel of the chunk      so that it stays in the nearest cache
-//!             expand the weights
-//!             for each 32 rows of x        2 x 2 accumulators of 16 x 16
-//! ```
-//!
-//! A tile product takes 16 cycles, the loads of its operands 8 from the nearest cache and 20 from the next: one operand
-//! at most may come from there.
+//! Up to 32 rows of x: see [`few`]; more: see [`many`]. A tile product takes 16 cycles, the loads of its operands 8 from
+//! the nearest cache and about 20 from the next.
 
 pub(crate) mod attention;
 pub(crate) mod expand;
 mod few;
+mod many;
 
 use std::arch::asm;
 use std::arch::x86_64::*;
-use std::ops::Range;
 use std::sync::OnceLock;
 
 use self::expand::{Expand, Scales};
+pub(crate) use self::many::block_rows;
+use self::many::{Pace, two_by_two};
 use super::{GROUP, ROWS};
 use crate::cpu::table::KernelTable;
 use dynair::DType;
@@ -48,22 +42,8 @@ pub(crate) const TILE_ROWS: usize = 16;
 /// Bytes of a tile, of either operand or of sums.
 pub(crate) const TILE: usize = 1024;
 
-/// Groups of K of a panel, whole blocks of every type: with its activations and sums it stays in the nearest cache.
-const PANEL: usize = 8;
-
-/// Groups of K of a chunk, whole panels: long, because all sums are fetched and put back for each chunk.
-const CHUNK: usize = 48;
-
-/// Bytes of sums that wait for the next chunk together: with a block of activations, a second-level cache.
-const SUM_BYTES: usize = 704 << 10;
-
 /// Row groups of a matrix that follow each other before those of the next, for few rows.
 const RUN: usize = 32;
-
-const _: () = assert!(PANEL.is_multiple_of(8) && CHUNK.is_multiple_of(PANEL));
-
-/// Bytes of activations that pass a panel before the next is expanded: about half a second-level cache.
-const BLOCK_BYTES: usize = 800 << 10;
 
 /// The table: AVX-512 for few rows, tiles for many.
 pub(crate) static TABLE: KernelTable = KernelTable {
@@ -116,12 +96,6 @@ fn request() -> bool {
     false
 }
 
-/// Rows of activations that pass a panel before the next is expanded: whole pairs of tiles.
-pub(crate) fn block_rows(cols: usize) -> usize {
-    let chunk = (cols / GROUP).clamp(1, CHUNK) * GROUP;
-    (BLOCK_BYTES / (2 * chunk) / 32 * 32).max(128)
-}
-
 /// A row group of a weight.
 #[derive(Clone, Copy)]
 pub(crate) struct RowGroup<'a> {
@@ -148,6 +122,7 @@ pub(crate) struct TileArgs<'a> {
 pub(crate) struct Buffers {
     panel: Vec<Line>,
     sums: Vec<Line>,
+    pace: Pace,
 }
 
 impl Buffers {
@@ -156,6 +131,7 @@ impl Buffers {
         Buffers {
             panel: Vec::new(),
             sums: Vec::new(),
+            pace: Pace::new(),
         }
     }
 }
@@ -191,7 +167,7 @@ pub(crate) unsafe fn product(
         if tiles <= few::MOST {
             few_rows(args, rows, buffers, &mut done);
         } else {
-            many_rows(args, rows, buffers, &mut done);
+            many::many_rows(args, rows, buffers, &mut done);
         }
     }
     // SAFETY: as for `configure`.
@@ -208,7 +184,7 @@ unsafe fn few_rows(
     buffers: &mut Buffers,
     done: &mut impl FnMut(usize, &mut [[f32; ROWS]]),
 ) {
-    let Buffers { panel, sums } = buffers;
+    let Buffers { panel, sums, .. } = buffers;
     panel.resize(few::ring_bytes() / size_of::<Line>(), Line::ZERO);
     let together = RUN * args.matrices;
     sums.resize(together.min(args.weights.len()) * rows, Line::ZERO);
@@ -225,95 +201,6 @@ unsafe fn few_rows(
             }
         }
         done(run * together, sums);
-    }
-}
-
-/// # Safety
-/// As [`product`]; tiles are configured.
-unsafe fn many_rows(
-    args: &TileArgs<'_>,
-    rows: usize,
-    buffers: &mut Buffers,
-    done: &mut impl FnMut(usize, &mut [[f32; ROWS]]),
-) {
-    let groups = args.cols / GROUP;
-    // Sums wait for the next chunk; where there is none, a pair's are done with before the next pair's begin.
-    let together = if CHUNK < groups {
-        (SUM_BYTES / (rows * size_of::<Line>())).max(2) / 2 * 2
-    } else {
-        2
-    };
-    let Buffers { panel, sums } = buffers;
-    panel.resize(2 * PANEL.min(groups) * TILE / size_of::<Line>(), Line::ZERO);
-    sums.resize(
-        together.min(args.weights.len().next_multiple_of(2)) * rows,
-        Line::ZERO,
-    );
-    for (block, weights) in args.weights.chunks(together).enumerate() {
-        for first in (0..groups).step_by(CHUNK) {
-            let end = groups.min(first + CHUNK);
-            for (i, pair) in weights.chunks(2).enumerate() {
-                let sums = Line::values(&mut sums[2 * i * rows..(2 * i + pair.len()) * rows]);
-                if first == 0 {
-                    sums.fill([0.0; ROWS]);
-                }
-                for first in (first..end).step_by(PANEL) {
-                    let range = first..end.min(first + PANEL);
-                    // SAFETY: the caller promises the instruction set and the weights; tiles are configured, and the
-                    // panel has room.
-                    unsafe { multiply(args, pair, range, panel.as_mut_ptr().cast(), sums) };
-                }
-                if end == groups {
-                    // SAFETY: the caller promises the instruction set.
-                    unsafe { scale_pair(args, pair, sums) };
-                    done(block * together + 2 * i, sums);
-                }
-            }
-        }
-    }
-}
-
-/// Expands groups of K of one or two row groups and adds their products with all rows of x to the sums.
-///
-/// # Safety
-/// As [`product`]; tiles are configured; `panel` has room for twice as many tiles as there are groups of K.
-unsafe fn multiply(
-    args: &TileArgs<'_>,
-    weights: &[RowGroup<'_>],
-    range: Range<usize>,
-    panel: *mut u8,
-    sums: &mut [[f32; ROWS]],
-) {
-    let count = range.len();
-    for (i, weight) in weights.iter().enumerate() {
-        // SAFETY: the groups lie inside the row group, and the panel has room for them, as the caller promises.
-        unsafe {
-            let panel = panel.add(i * count * TILE);
-            (weight.expand.panel)(weight.packed, range.start, count, weight.scales.weights, panel);
-        };
-    }
-    let rows_bytes = rows_bytes(args.cols);
-    let tiles = args.x.len() / rows_bytes;
-    assert_eq!(sums.len(), weights.len() * tiles * TILE_ROWS, "a sum per output");
-    let sums = sums.as_mut_ptr().cast::<u8>();
-    for tile in (0..tiles).step_by(2) {
-        let at = |t: usize| t * rows_bytes + range.start * TILE;
-        // SAFETY: tile `tile` (and the next, where there is one) of x holds the groups of the range; the panel holds as
-        // many for each row group, just written; the sums of a row group are `tiles` tiles.
-        unsafe {
-            let x = args.x.as_ptr().add(at(tile));
-            let x2 = args.x.as_ptr().add(at((tile + 1).min(tiles - 1)));
-            let sum = sums.add(tile * TILE);
-            match (tile + 1 < tiles, weights.len()) {
-                (true, 2) => two_by_two([x, x2], panel, count, sum, tiles * TILE),
-                (false, 2) => one_by_two(x, panel, count, sum, tiles * TILE),
-                (true, _) => {
-                    one_by_one(x, panel, count, sum);
-                    one_by_one(x2, panel, count, sum.add(TILE));
-                }
-                _ => one_by_one(x, panel, count, sum),
-            }
-        }
     }
 }
 
@@ -389,57 +276,11 @@ unsafe fn configure() {
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(readonly, nostack, preserves_flags)) };
 }
 
-/// Adds x · panel for 32 rows of x and two row groups: one sum tile at `sum`, for the next rows [`TILE`] further, for
-/// the second row group `stride` further.
-///
-/// # Safety
-/// Tiles are configured; `count >= 1` tiles at each `x`, twice as many at `panel` can be read; the sums can be read and
-/// written.
-#[inline]
-unsafe fn two_by_two(x: [*const u8; 2], panel: *const u8, count: usize, sum: *mut u8, stride: usize) {
-    // SAFETY: the caller promises all memory; every tile register is declared.
-    unsafe {
-        asm!(
-            "tileloadd tmm0, [{s} + {line}*1]",
-            "tileloadd tmm1, [{s2} + {line}*1]",
-            "tileloadd tmm2, [{s} + {line}*1 + 1024]",
-            "tileloadd tmm3, [{s2} + {line}*1 + 1024]",
-            "2:",
-            "tileloadd tmm4, [{x} + {line}*1]",
-            "tileloadd tmm6, [{w} + {line}*1]",
-            "tileloadd tmm7, [{w2} + {line}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm5, [{x2} + {line}*1]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "add {x}, 1024",
-            "add {w}, 1024",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "add {x2}, 1024",
-            "add {w2}, 1024",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "dec {n}",
-            "jnz 2b",
-            "tilestored [{s} + {line}*1], tmm0",
-            "tilestored [{s2} + {line}*1], tmm1",
-            "tilestored [{s} + {line}*1 + 1024], tmm2",
-            "tilestored [{s2} + {line}*1 + 1024], tmm3",
-            x = inout(reg) x[0] => _,
-            x2 = inout(reg) x[1] => _,
-            w = inout(reg) panel => _,
-            w2 = inout(reg) panel.add(count * TILE) => _,
-            n = inout(reg) count => _,
-            s = in(reg) sum,
-            s2 = in(reg) sum.add(stride),
-            line = in(reg) 64usize,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
-        );
-    }
-}
+/// Groups of K of a product of [`peak`].
+const PEAK_GROUPS: usize = 8;
 
 /// Multiply-adds of one round of [`peak`].
-pub(crate) const PEAK_ROUND: usize = 4 * PANEL * TILE_ROWS * ROWS * GROUP;
+pub(crate) const PEAK_ROUND: usize = 4 * PEAK_GROUPS * TILE_ROWS * ROWS * GROUP;
 
 /// Products of tiles that stay in the nearest cache, [`PEAK_ROUND`] multiply-adds a round: what tiles can do at most.
 ///
@@ -448,90 +289,26 @@ pub(crate) const PEAK_ROUND: usize = 4 * PANEL * TILE_ROWS * ROWS * GROUP;
 pub(crate) unsafe fn peak(rounds: usize) {
     let lines = TILE / size_of::<Line>();
     let zero = Line::ZERO;
-    let (x, panel) = (vec![zero; 2 * PANEL * lines], vec![zero; 2 * PANEL * lines]);
+    let (x, panel) = (
+        vec![zero; 2 * PEAK_GROUPS * lines],
+        vec![zero; 2 * PEAK_GROUPS * lines],
+    );
     let mut sums = vec![zero; 4 * lines];
     let x: *const u8 = x.as_ptr().cast();
-    // SAFETY: the caller promises the permission; `x` holds `PANEL` tiles at both places, `panel` twice as many, `sums`
+    // SAFETY: the caller promises the permission; `x` holds `PEAK_GROUPS` tiles at both places, `panel` twice as many, `sums`
     // two of each row group, `2 * TILE` apart; nothing else uses tiles before they are released.
     unsafe {
         configure();
-        let x = [x, x.add(PANEL * TILE)];
+        let x = [x, x.add(PEAK_GROUPS * TILE)];
         for _ in 0..rounds {
             two_by_two(
                 x,
                 panel.as_ptr().cast(),
-                PANEL,
+                PEAK_GROUPS,
                 sums.as_mut_ptr().cast(),
                 2 * TILE,
             );
         }
         asm!("tilerelease", options(nomem, nostack, preserves_flags));
-    }
-}
-
-/// As [`two_by_two`] for 16 rows of x.
-///
-/// # Safety
-/// As there.
-#[inline]
-unsafe fn one_by_two(x: *const u8, panel: *const u8, count: usize, sum: *mut u8, stride: usize) {
-    // SAFETY: as there.
-    unsafe {
-        asm!(
-            "tileloadd tmm0, [{s} + {line}*1]",
-            "tileloadd tmm1, [{s2} + {line}*1]",
-            "2:",
-            "tileloadd tmm4, [{x} + {line}*1]",
-            "tileloadd tmm6, [{w} + {line}*1]",
-            "tileloadd tmm7, [{w2} + {line}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "add {x}, 1024",
-            "add {w}, 1024",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "add {w2}, 1024",
-            "dec {n}",
-            "jnz 2b",
-            "tilestored [{s} + {line}*1], tmm0",
-            "tilestored [{s2} + {line}*1], tmm1",
-            x = inout(reg) x => _,
-            w = inout(reg) panel => _,
-            w2 = inout(reg) panel.add(count * TILE) => _,
-            n = inout(reg) count => _,
-            s = in(reg) sum,
-            s2 = in(reg) sum.add(stride),
-            line = in(reg) 64usize,
-            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
-        );
-    }
-}
-
-/// As [`two_by_two`] for 16 rows of x and one row group.
-///
-/// # Safety
-/// As there.
-#[inline]
-unsafe fn one_by_one(x: *const u8, panel: *const u8, count: usize, sum: *mut u8) {
-    // SAFETY: as there.
-    unsafe {
-        asm!(
-            "tileloadd tmm0, [{s} + {line}*1]",
-            "2:",
-            "tileloadd tmm4, [{x} + {line}*1]",
-            "tileloadd tmm6, [{w} + {line}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "add {x}, 1024",
-            "add {w}, 1024",
-            "dec {n}",
-            "jnz 2b",
-            "tilestored [{s} + {line}*1], tmm0",
-            x = inout(reg) x => _,
-            w = inout(reg) panel => _,
-            n = inout(reg) count => _,
-            s = in(reg) sum,
-            line = in(reg) 64usize,
-            out("tmm0") _, out("tmm4") _, out("tmm6") _,
-            options(nostack),
-        );
     }
 }
