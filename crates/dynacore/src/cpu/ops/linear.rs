@@ -506,16 +506,15 @@ impl<const W: usize> Product<'_, W> {
                 let at = |row: usize| row / TILE_ROWS * tile_bytes(cols);
                 let args = amx::TileArgs {
                     weights: &weights,
-                    matrices: W,
                     cols,
                     x: &tiles[at(first)..at(first + padded)],
                 };
-                let finish = |number: usize, sums: &mut [[f32; ROWS]]| {
-                    for (i, sums) in sums.chunks_exact_mut(W * padded).enumerate() {
-                        let mut parts = sums.chunks_exact_mut(padded);
-                        let acc = std::array::from_fn(|_| &mut parts.next().expect("W parts of sums")[..m]);
-                        done(first, (groups.start + number / W + i) * ROWS, acc);
-                    }
+                let finish = |set: usize, row: usize, sums: [&mut [[f32; ROWS]]; W]| {
+                    let acc = sums.map(|s| {
+                        let rows = s.len().min(m.saturating_sub(row));
+                        &mut s[..rows]
+                    });
+                    done(first + row, (groups.start + set) * ROWS, acc);
                 };
                 // SAFETY: a table with these kernels is handed out only if the CPU has its instruction set and the
                 // system permits tiles; the groups were packed for their types and this width; `done` finishes outputs

@@ -16,7 +16,7 @@ use std::arch::asm;
 use std::ops::Range;
 use std::time::Instant;
 
-use super::{Buffers, Line, RowGroup, TILE, TILE_ROWS, TileArgs, rows_bytes, scale_pair};
+use super::{Buffers, Line, RowGroup, TILE, TILE_ROWS, TileArgs, rows_bytes, scale, set};
 use crate::cpu::kernels::{GROUP, LINE, ROWS};
 
 /// Most groups of K of a chunk.
@@ -59,7 +59,7 @@ enum Way {
     Asked,
 }
 
-/// Which way was faster of late on this core.
+/// Which way was faster of late on this core. One step of each panel is timed; other steps take the faster way.
 pub(super) struct Pace {
     /// Seconds of a product by each way; 0 where it was not tried.
     seconds: [f32; 2],
@@ -67,8 +67,8 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// After so many panels the slower way is tried again: the core's state changes.
-    const TRY: usize = 24;
+    /// Of so many timed steps one takes the slower way: the core's state changes.
+    const TRY: usize = 4;
 
     pub(super) const fn new() -> Pace {
         Pace {
@@ -77,24 +77,31 @@ impl Pace {
         }
     }
 
-    /// The way of the next panel.
-    fn next(&mut self) -> Way {
-        self.panels = self.panels.wrapping_add(1);
-        let asked_wins = self.seconds[Way::Asked as usize] < self.seconds[Way::Past as usize];
-        if asked_wins != self.panels.is_multiple_of(Pace::TRY) {
+    /// The faster way.
+    fn best(&self) -> Way {
+        if self.seconds[Way::Asked as usize] < self.seconds[Way::Past as usize] {
             Way::Asked
         } else {
             Way::Past
         }
     }
 
-    /// A panel has taken `seconds` a product.
+    /// The way of the next timed step.
+    fn next(&mut self) -> Way {
+        self.panels = self.panels.wrapping_add(1);
+        match (self.best(), self.panels.is_multiple_of(Pace::TRY)) {
+            (Way::Past, true) | (Way::Asked, false) => Way::Asked,
+            _ => Way::Past,
+        }
+    }
+
+    /// A step has taken `seconds` a product.
     fn took(&mut self, way: Way, seconds: f32) {
         let known = &mut self.seconds[way as usize];
         *known = if *known == 0.0 || seconds < *known {
             seconds
         } else {
-            // A panel that was interrupted does not decide alone.
+            // A step that was interrupted does not decide alone.
             0.5 * (*known + seconds.min(2.0 * *known))
         };
     }
@@ -102,11 +109,11 @@ impl Pace {
 
 /// # Safety
 /// As [`super::product`]; tiles are configured.
-pub(super) unsafe fn many_rows(
+pub(super) unsafe fn many_rows<const W: usize>(
     args: &TileArgs<'_>,
     rows: usize,
     buffers: &mut Buffers,
-    done: &mut impl FnMut(usize, &mut [[f32; ROWS]]),
+    done: &mut impl FnMut(usize, usize, [&mut [[f32; ROWS]]; W]),
 ) {
     let groups = args.cols / GROUP;
     let chunk = chunk_groups(groups);
@@ -122,6 +129,7 @@ pub(super) unsafe fn many_rows(
         together.min(args.weights.len().next_multiple_of(2)) * rows,
         Line::ZERO,
     );
+    let panel: *mut u8 = panel.as_mut_ptr().cast();
     for (block, weights) in args.weights.chunks(together).enumerate() {
         for first in (0..groups).step_by(chunk) {
             let range = first..groups.min(first + chunk);
@@ -130,17 +138,26 @@ pub(super) unsafe fn many_rows(
                 if first == 0 {
                     sums.fill([0.0; ROWS]);
                 }
-                let panel: *mut u8 = panel.as_mut_ptr().cast();
+                let number = block * together + 2 * i;
+                let mut finish = |which: Range<usize>, sums: &mut [[f32; ROWS]]| {
+                    if range.end < groups || which.is_empty() {
+                        return;
+                    }
+                    let mut parts = sums.chunks_exact_mut(rows).zip(pair).map(|(sums, weight)| {
+                        let sums = &mut sums[which.clone()];
+                        // SAFETY: the caller promises the instruction set.
+                        unsafe { scale(args, weight, which.start, sums) };
+                        sums
+                    });
+                    for set_of_pair in 0..pair.len() / W {
+                        done(number / W + set_of_pair, which.start, set(&mut parts));
+                    }
+                };
                 // SAFETY: the caller promises the instruction set and the weights; tiles are configured, and the panel
                 // has room.
                 unsafe {
                     expand(pair, range.clone(), panel);
-                    multiply(args, pair.len(), range.clone(), panel, sums, pace);
-                }
-                if range.end == groups {
-                    // SAFETY: the caller promises the instruction set.
-                    unsafe { scale_pair(args, pair, sums) };
-                    done(block * together + 2 * i, sums);
+                    multiply(args, pair.len(), range.clone(), panel, sums, pace, &mut finish);
                 }
             }
         }
@@ -163,7 +180,8 @@ unsafe fn expand(weights: &[RowGroup<'_>], range: Range<usize>, panel: *mut u8) 
     }
 }
 
-/// Adds the products of a panel of one or two row groups with all rows of x to the sums.
+/// Adds the products of a panel of one or two row groups with all rows of x to the sums. `finish` takes the sums and the
+/// rows whose are complete, behind the products of the rows that follow them, so that no one waits for tiles to be stored.
 ///
 /// # Safety
 /// As [`super::product`]; tiles are configured; `panel` holds as many tiles as there are groups of K, for each row group.
@@ -174,22 +192,26 @@ unsafe fn multiply(
     panel: *const u8,
     sums: &mut [[f32; ROWS]],
     pace: &mut Pace,
+    finish: &mut impl FnMut(Range<usize>, &mut [[f32; ROWS]]),
 ) {
     let count = range.len();
     let rows_bytes = rows_bytes(args.cols);
     let tiles = args.x.len() / rows_bytes;
     assert_eq!(sums.len(), row_groups * tiles * TILE_ROWS, "a sum per output");
-    let sums = sums.as_mut_ptr().cast::<u8>();
-    let way = pace.next();
-    let start = Instant::now();
+    let best = pace.best();
+    let mut complete = 0..0;
     for tile in (0..tiles).step_by(2) {
+        let whole = tile + 1 < tiles && row_groups == 2;
+        // Not the first, whose panel has just been written.
+        let timed = (whole && tile == 2).then(|| (pace.next(), Instant::now()));
+        let way = timed.map_or(best, |(way, _)| way);
         let at = |t: usize| t * rows_bytes + range.start * TILE;
         // SAFETY: tile `tile` (and the next, where there is one) of x holds the groups of the range; the panel holds as
         // many for each row group; the sums of a row group are `tiles` tiles.
         unsafe {
             let x = args.x.as_ptr().add(at(tile));
             let x2 = args.x.as_ptr().add(at((tile + 1).min(tiles - 1)));
-            let sum = sums.add(tile * TILE);
+            let sum = sums.as_mut_ptr().cast::<u8>().add(tile * TILE);
             match (tile + 1 < tiles, row_groups, way) {
                 (true, 2, Way::Past) => two_by_two_past([x, x2], panel, count, sum, tiles * TILE),
                 (true, 2, Way::Asked) => two_by_two_asked([x, x2], panel, count, sum, tiles * TILE),
@@ -201,11 +223,13 @@ unsafe fn multiply(
                 _ => one_by_one(x, panel, count, sum),
             }
         }
+        if let Some((way, start)) = timed {
+            pace.took(way, start.elapsed().as_secs_f32() / (4 * count) as f32);
+        }
+        finish(complete, sums);
+        complete = tile * TILE_ROWS..(tile + 2).min(tiles) * TILE_ROWS;
     }
-    if row_groups == 2 {
-        let products = (tiles * row_groups * count) as f32;
-        pace.took(way, start.elapsed().as_secs_f32() / products);
-    }
+    finish(complete, sums);
 }
 
 /// Makes a function that adds x · panel for 32 rows of x and two row groups, of the instruction that loads operands and
@@ -415,26 +439,29 @@ mod tests {
                 .count()
         };
         let tries = 10;
-        assert!(run(1.0, 1.2, tries * Pace::TRY) <= tries + 1, "past is faster");
+        let steps = tries * Pace::TRY;
+        assert!(run(1.0, 1.2, steps) <= tries + 1, "past is faster");
         assert!(
-            run(4.0, 3.0, tries * Pace::TRY) >= (tries - 2) * Pace::TRY,
+            run(4.0, 3.0, steps) >= steps - tries - 2 * Pace::TRY,
             "the core has changed"
         );
-        assert!(
-            run(1.0, 1.2, tries * Pace::TRY) <= 3 * Pace::TRY,
-            "and changed back"
-        );
+        assert!(run(1.0, 1.2, steps) <= tries + 2 * Pace::TRY, "and changed back");
     }
 
     #[test]
     fn one_interrupted_panel_decides_little() {
         let mut pace = Pace::new();
-        for _ in 0..2 {
+        for _ in 0..2 * Pace::TRY {
             let way = pace.next();
             pace.took(way, if way == Way::Past { 1.0 } else { 1.8 });
         }
+        assert!(
+            pace.seconds.iter().all(|s| *s > 0.0),
+            "both were tried: {:?}",
+            pace.seconds
+        );
         pace.took(Way::Past, 1000.0);
-        assert!(pace.next() == Way::Past);
+        assert!(pace.best() == Way::Past);
     }
 
     /// Every way of loading adds the same products in the same order.

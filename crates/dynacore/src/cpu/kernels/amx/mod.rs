@@ -108,10 +108,8 @@ pub(crate) struct RowGroup<'a> {
 
 /// Row groups and the tiles they meet.
 pub(crate) struct TileArgs<'a> {
-    /// Each two of them are taken together, and perhaps a last one.
+    /// Sets of one row group of each matrix.
     pub(crate) weights: &'a [RowGroup<'a>],
-    /// From how many matrices they come, in turn.
-    pub(crate) matrices: usize,
     /// K, a multiple of 32.
     pub(crate) cols: usize,
     /// Prepared activations, [`rows_bytes`] for each 16 rows, aligned to 64 bytes for speed.
@@ -136,9 +134,9 @@ impl Buffers {
     }
 }
 
-/// Multiplies row groups with all rows of activations. `done(first, sums)` takes the products of some row groups,
-/// the first of which is number `first`, as soon as they are there: `[row groups][m][16]`, m rounded up to tiles. They are
-/// whole pairs, or for few rows as many of each matrix, up to the last.
+/// Multiplies sets of row groups, one of each of `W` matrices, with all rows of activations. `done(set, row, products)`
+/// takes the products of a set with some rows of x from `row` on as soon as they are there: `[rows][16]` for each
+/// matrix, every row of every set once, also those that x was filled up with to whole tiles.
 ///
 /// # Panics
 /// If the lengths do not agree.
@@ -146,11 +144,12 @@ impl Buffers {
 /// # Safety
 /// The CPU has the table's instruction set and [`permitted`] was true; each of the weights is a row group of `cols`
 /// columns of its kernel's type; `done` uses no tiles.
-pub(crate) unsafe fn product(
+pub(crate) unsafe fn product<const W: usize>(
     args: &TileArgs<'_>,
     buffers: &mut Buffers,
-    mut done: impl FnMut(usize, &mut [[f32; ROWS]]),
+    mut done: impl FnMut(usize, usize, [&mut [[f32; ROWS]]; W]),
 ) {
+    const { assert!(W == 1 || W == 2, "row groups are taken in pairs") };
     let groups = args.cols / GROUP;
     let rows_bytes = rows_bytes(args.cols);
     let tiles = args.x.len() / rows_bytes;
@@ -158,6 +157,7 @@ pub(crate) unsafe fn product(
         args.cols.is_multiple_of(GROUP) && groups > 0 && args.x.len() == tiles * rows_bytes,
         "whole tiles"
     );
+    assert!(args.weights.len().is_multiple_of(W), "whole sets");
     let rows = tiles * TILE_ROWS;
     // SAFETY: the caller promises the instruction set and the permission; the configuration is this function's for its
     // whole length, since nothing it calls uses tiles but the products.
@@ -174,49 +174,54 @@ pub(crate) unsafe fn product(
     unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
 }
 
+/// The next `W` of some parts.
+fn set<T, const W: usize>(parts: &mut impl Iterator<Item = T>) -> [T; W] {
+    std::array::from_fn(|_| parts.next().expect("a part of each matrix"))
+}
+
 /// Takes a good many row groups of each matrix in turn, so that their weights come in long runs.
 ///
 /// # Safety
 /// As [`product`]; tiles are configured.
-unsafe fn few_rows(
+unsafe fn few_rows<const W: usize>(
     args: &TileArgs<'_>,
     rows: usize,
     buffers: &mut Buffers,
-    done: &mut impl FnMut(usize, &mut [[f32; ROWS]]),
+    done: &mut impl FnMut(usize, usize, [&mut [[f32; ROWS]]; W]),
 ) {
     let Buffers { panel, sums, .. } = buffers;
     panel.resize(few::ring_bytes() / size_of::<Line>(), Line::ZERO);
-    let together = RUN * args.matrices;
+    let together = RUN * W;
     sums.resize(together.min(args.weights.len()) * rows, Line::ZERO);
     for (run, weights) in args.weights.chunks(together).enumerate() {
         let sums = Line::values(&mut sums[..weights.len() * rows]);
-        for matrix in 0..args.matrices {
-            for i in (matrix..weights.len()).step_by(args.matrices) {
+        for matrix in 0..W {
+            for i in (matrix..weights.len()).step_by(W) {
                 let sums = &mut sums[i * rows..(i + 1) * rows];
                 // SAFETY: the caller's promise.
                 unsafe {
                     few::row_group(args, &weights[i], panel, sums);
-                    scale_pair(args, &weights[i..=i], sums);
+                    scale(args, &weights[i], 0, sums);
                 }
             }
         }
-        done(run * together, sums);
+        let mut parts = sums.chunks_exact_mut(rows);
+        for i in 0..weights.len() / W {
+            done(run * RUN + i, 0, set(&mut parts));
+        }
     }
 }
 
-/// Multiplies the sums of one or two row groups by their factors.
+/// Multiplies the sums of a row group and rows `row..` of x, whole tiles, by their factors.
 ///
 /// # Safety
 /// The CPU has the table's instruction set.
-unsafe fn scale_pair(args: &TileArgs<'_>, weights: &[RowGroup<'_>], sums: &mut [[f32; ROWS]]) {
-    let rows = sums.len() / weights.len();
-    for (weight, sums) in weights.iter().zip(sums.chunks_exact_mut(rows)) {
-        let tiles = args.x.chunks_exact(rows_bytes(args.cols));
-        for (x, sums) in tiles.zip(sums.as_chunks_mut().0) {
-            let factors = x.last_chunk().expect("the factors of 16 rows");
-            // SAFETY: the caller's promise.
-            unsafe { scale_sums(weight.scales.sums, factors, sums) };
-        }
+unsafe fn scale(args: &TileArgs<'_>, weight: &RowGroup<'_>, row: usize, sums: &mut [[f32; ROWS]]) {
+    let tiles = args.x.chunks_exact(rows_bytes(args.cols)).skip(row / TILE_ROWS);
+    for (x, sums) in tiles.zip(sums.as_chunks_mut().0) {
+        let factors = x.last_chunk().expect("the factors of 16 rows");
+        // SAFETY: the caller's promise.
+        unsafe { scale_sums(weight.scales.sums, factors, sums) };
     }
 }
 
