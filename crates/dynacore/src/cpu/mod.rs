@@ -13,6 +13,7 @@ pub mod pack;
 pub mod peak;
 pub mod pool;
 pub(crate) mod program;
+pub(crate) mod slab;
 pub(crate) mod storage;
 pub mod table;
 pub mod topology;
@@ -74,6 +75,7 @@ pub struct CpuDevice {
     table: &'static KernelTable,
     mode: Mode,
     pool: Arc<Mutex<Pool>>,
+    slabs: slab::Slabs,
 }
 
 impl std::fmt::Debug for CpuDevice {
@@ -124,6 +126,7 @@ impl CpuDevice {
             table: KernelTable::of(isa)?,
             mode: options.mode,
             pool: Arc::new(Mutex::new(pool)),
+            slabs: slab::Slabs::default(),
         })
     }
 
@@ -217,7 +220,7 @@ impl Device for CpuDevice {
     }
 
     fn load_weight(&self, decl: &WeightDecl, bytes: &WeightBytes, usage: WeightUsage) -> Result<Tensor> {
-        storage::load_weight(self.table, decl, bytes, usage)
+        storage::load_weight(self.table, &self.slabs, decl, bytes, usage)
     }
 
     fn alloc_kv(&self, caches: &[CacheDecl], geometry: &KvGeometry) -> Result<KvStorage> {

@@ -4,12 +4,12 @@
 //! table needs no second copy: [`PackedLinear::decode_row`] reads single rows out of it.
 
 use dynair::{DType, WeightDecl};
-use memmap2::{Mmap, MmapMut};
 use rayon::prelude::*;
 
 #[cfg(target_arch = "x86_64")]
 use super::kernels::amx::expand::{Scales, scales};
 use super::kernels::{Geometry, LINE, ROWS, gather_bits, spread_bits};
+use super::slab::{Part, Slabs};
 use super::table::KernelTable;
 use crate::buffer::{Layout, WeightBytes};
 use crate::error::{Error, Result};
@@ -32,13 +32,13 @@ pub struct PackedLinear {
 #[derive(Debug)]
 enum Form {
     RowMajor(WeightBytes),
-    Rows16(Mmap),
+    Rows16(Part),
 }
 
 /// How much of a tensor is packed before its mapped pages are forgotten, bytes: enough work for all threads.
 const SLAB_BYTES: usize = 16 << 20;
 
-/// Brings a weight into the form `table` reads. Uses rayon's threads, and may be called from them.
+/// Brings a weight into the form `table` reads, in memory of its own. Uses rayon's threads, and may be called from them.
 ///
 /// Weights of the portable table keep the checkpoint's bytes; the others own a packed copy, and the mapped pages of
 /// the original may be forgotten.
@@ -47,6 +47,16 @@ const SLAB_BYTES: usize = 16 << 20;
 /// [`Error::WeightBytes`] if `bytes` has not the length `decl` implies, [`Error::Unsupported`] for types no weight has,
 /// [`Error::OutOfMemory`].
 pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Result<PackedLinear> {
+    pack_into(&Slabs::default(), table, decl, bytes)
+}
+
+/// As [`pack`], in a part of a slab.
+pub(crate) fn pack_into(
+    slabs: &Slabs,
+    table: &KernelTable,
+    decl: &WeightDecl,
+    bytes: &WeightBytes,
+) -> Result<PackedLinear> {
     let weight = keep(decl, bytes)?;
     if layout_in(table, decl) == Layout::RowMajor {
         return Ok(weight);
@@ -63,10 +73,7 @@ pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Resu
         .div_ceil(ROWS)
         .checked_mul(group_bytes)
         .ok_or_else(short)?;
-    let mut packed = MmapMut::map_anon(total).map_err(|_| short())?;
-    // 4 KiB pages cost a walk every 64 lines of the stream. The advice may fail: older kernels have no huge pages.
-    #[cfg(target_os = "linux")]
-    let _ = packed.advise(memmap2::Advice::HugePage);
+    let mut packed = slabs.take(total).ok_or_else(short)?;
     let row_bytes = bytes.as_slice().len() / decl.rows;
     // Slab by slab, so that of a large tensor the mapped pages and the packed ones are never all resident together.
     let slab = (SLAB_BYTES / (ROWS * row_bytes)).max(1);
@@ -94,7 +101,6 @@ pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Resu
             .collect(),
         None => Vec::new(),
     };
-    let packed = packed.make_read_only().map_err(|_| short())?;
     Ok(PackedLinear {
         form: Form::Rows16(packed),
         #[cfg(target_arch = "x86_64")]

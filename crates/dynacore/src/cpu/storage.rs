@@ -6,6 +6,7 @@ use dynair::{CacheDecl, WeightDecl};
 
 use super::pack::{self, PackedLinear};
 use super::pool::shared::SharedMem;
+use super::slab::Slabs;
 use super::table::KernelTable;
 use crate::buffer::{Buffer, Layout, Tensor, WeightBytes};
 use crate::device::WeightUsage;
@@ -23,12 +24,13 @@ pub(crate) struct CpuWeight {
 /// See [`crate::Device::load_weight`].
 pub(crate) fn load_weight(
     table: &KernelTable,
+    slabs: &Slabs,
     decl: &WeightDecl,
     bytes: &WeightBytes,
     usage: WeightUsage,
 ) -> Result<Tensor> {
     let matrix = match (usage.linear, usage.embed) {
-        (true, _) => Some(pack::pack(table, decl, bytes)?),
+        (true, _) => Some(pack::pack_into(slabs, table, decl, bytes)?),
         (false, true) => Some(pack::keep(decl, bytes)?),
         (false, false) => None,
     };
