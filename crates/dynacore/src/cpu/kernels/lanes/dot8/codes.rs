@@ -238,17 +238,23 @@ impl<S: Dot8> Codes<S> for Short {
 /// below 2^31.
 pub(crate) struct Whole;
 
-/// Adds products of four or eight quads with all rows to `acc`, which is zero.
+/// Adds products of four or eight quads with all rows to `acc`, which is zero. One sum a row takes the planes one after the
+/// other; one or two rows have registers for four, so that no product waits for the one before.
 macro_rules! both_planes {
     ($s:ident, $l:ident, $quads:ident, $x:ident, $acc:ident, $offset:expr, $first:literal: $($q:literal)*) => {
         let codes = [$($quads.quad($s, $q)),*];
+        let mut others = [[$l.zero(); N]; 3];
         each!(q of $($q)* => {
             for n in 0..N {
-                $acc[n] = $s.dot($acc[n], codes[q - $first], $l.each($x[n].add(high(q))));
+                let sum = if N <= FEW_ROWS && q % 2 == 1 { &mut others[0][n] } else { &mut $acc[n] };
+                *sum = $s.dot(*sum, codes[q - $first], $l.each($x[n].add(high(q))));
             }
         });
         let (bits, sum) = $offset;
         for n in 0..N {
+            if N <= FEW_ROWS {
+                $acc[n] = $l.add($acc[n], others[0][n]);
+            }
             $acc[n] = $l.shl($acc[n], 7);
             if bits > 0 {
                 $acc[n] = $l.sub($acc[n], $l.shl($l.each($x[n].add(sum)), bits));
@@ -256,11 +262,20 @@ macro_rules! both_planes {
         }
         each!(q of $($q)* => {
             for n in 0..N {
-                $acc[n] = $s.dot($acc[n], codes[q - $first], $l.each($x[n].add(high(q) + 8)));
+                let sum = if N <= FEW_ROWS { &mut others[1 + q % 2][n] } else { &mut $acc[n] };
+                *sum = $s.dot(*sum, codes[q - $first], $l.each($x[n].add(high(q) + 8)));
             }
         });
+        if N <= FEW_ROWS {
+            for n in 0..N {
+                $acc[n] = $l.add($acc[n], $l.add(others[1][n], others[2][n]));
+            }
+        }
     };
 }
+
+/// Rows that have several sums each; see [`both_planes`].
+const FEW_ROWS: usize = 2;
 
 /// Where a quad's first plane stands in a record; the second stands 8 bytes further.
 const fn high(q: usize) -> usize {
