@@ -9,7 +9,7 @@ use rayon::prelude::*;
 #[cfg(target_arch = "x86_64")]
 use super::kernels::amx::expand::{Scales, scales};
 use super::kernels::{Geometry, LINE, ROWS, gather_bits, spread_bits};
-use super::slab::{Part, Slabs};
+use super::slab::{self, Part};
 use super::table::KernelTable;
 use crate::buffer::{Layout, WeightBytes};
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ enum Form {
 }
 
 /// How much of a tensor is packed before its mapped pages are forgotten, bytes: enough work for all threads.
-const SLAB_BYTES: usize = 16 << 20;
+const PORTION_BYTES: usize = 16 << 20;
 
 /// Brings a weight into the form `table` reads, in memory of its own. Uses rayon's threads, and may be called from them.
 ///
@@ -47,12 +47,12 @@ const SLAB_BYTES: usize = 16 << 20;
 /// [`Error::WeightBytes`] if `bytes` has not the length `decl` implies, [`Error::Unsupported`] for types no weight has,
 /// [`Error::OutOfMemory`].
 pub fn pack(table: &KernelTable, decl: &WeightDecl, bytes: &WeightBytes) -> Result<PackedLinear> {
-    pack_into(&Slabs::default(), table, decl, bytes)
+    pack_into(slab::alone, table, decl, bytes)
 }
 
-/// As [`pack`], in a part of a slab.
+/// As [`pack`], in memory that `take` gives: zeros, as many as asked for.
 pub(crate) fn pack_into(
-    slabs: &Slabs,
+    take: impl Fn(usize) -> Option<Part>,
     table: &KernelTable,
     decl: &WeightDecl,
     bytes: &WeightBytes,
@@ -73,14 +73,14 @@ pub(crate) fn pack_into(
         .div_ceil(ROWS)
         .checked_mul(group_bytes)
         .ok_or_else(short)?;
-    let mut packed = slabs.take(total).ok_or_else(short)?;
+    let mut packed = take(total).ok_or_else(short)?;
     let row_bytes = bytes.as_slice().len() / decl.rows;
-    // Slab by slab, so that of a large tensor the mapped pages and the packed ones are never all resident together.
-    let slab = (SLAB_BYTES / (ROWS * row_bytes)).max(1);
-    let slabs = packed
-        .chunks_mut(slab * group_bytes)
-        .zip(bytes.as_slice().chunks(slab * ROWS * row_bytes));
-    for (i, (packed, rows)) in slabs.enumerate() {
+    // Portion by portion, so that of a large tensor the mapped pages and the packed ones are never all resident together.
+    let portion = (PORTION_BYTES / (ROWS * row_bytes)).max(1);
+    let portions = packed
+        .chunks_mut(portion * group_bytes)
+        .zip(bytes.as_slice().chunks(portion * ROWS * row_bytes));
+    for (i, (packed, rows)) in portions.enumerate() {
         packed
             .par_chunks_mut(group_bytes)
             .zip(rows.par_chunks(ROWS * row_bytes))
@@ -89,7 +89,7 @@ pub(crate) fn pack_into(
                 _ => pack_blocks(&geometry, rows, row_bytes, packed),
             });
         if let WeightBytes::Mapped(file, range) = bytes {
-            let start = range.start + i * slab * ROWS * row_bytes;
+            let start = range.start + i * portion * ROWS * row_bytes;
             file.forget(start..start + rows.len());
         }
     }

@@ -4,73 +4,84 @@
 //! which costs a walk and stops the core's own prefetching (SmolLM2-135M: two thirds of the weights).
 
 use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use memmap2::MmapMut;
+use memmap2::{MmapMut, MmapRaw};
 
-/// Bytes of a huge page of x86-64 and AArch64.
+/// Bytes of a huge page of x86-64, and of AArch64 with pages of 4 KiB.
 const HUGE: usize = 2 << 20;
 
 /// Bytes of addresses of a slab; they take physical memory only when touched.
 const SLAB: usize = 32 * HUGE;
 
-/// Parts start at multiples of this: lines, of which tiles and vectors are made.
+/// Parts start at multiples of this: two cache lines, which some cores fetch together.
 const ALIGN: usize = 128;
 
 /// Where parts are cut from.
 #[derive(Debug, Default)]
 pub(crate) struct Slabs {
-    open: Mutex<Option<(Arc<Slab>, usize)>>,
+    open: Mutex<Option<(Weak<Slab>, usize)>>,
 }
 
 impl Slabs {
     /// `len` zeros, or `None` if the system refuses.
     pub(crate) fn take(&self, len: usize) -> Option<Part> {
         if len > SLAB / 4 {
-            return Some(Part {
-                slab: Arc::new(Slab::new(len)?),
-                at: 0,
-                len,
-            });
+            return alone(len);
         }
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        let (slab, at) = match open.take() {
-            Some((slab, used)) if used + len <= slab.len => (slab, used),
+        let begun = open.take().and_then(|(slab, used)| Some((slab.upgrade()?, used)));
+        let (slab, at) = match begun {
+            Some((slab, used)) if used + len <= SLAB => (slab, used),
             // What is left of the old one stays untouched.
-            _ => (Arc::new(Slab::new(SLAB)?), 0),
+            _ => match Slab::new(SLAB) {
+                Some(slab) => (Arc::new(slab), 0),
+                None => return alone(len),
+            },
         };
-        *open = Some((slab.clone(), (at + len).next_multiple_of(ALIGN)));
+        *open = Some((Arc::downgrade(&slab), (at + len).next_multiple_of(ALIGN)));
         Some(Part { slab, at, len })
     }
 }
 
-#[derive(Debug)]
-struct Slab {
-    /// Of the first huge page.
-    start: NonNull<u8>,
-    len: usize,
-    /// Owns what `start` points to.
-    _map: MmapMut,
+/// `len` zeros in a map of their own, or `None` if the system refuses.
+pub(crate) fn alone(len: usize) -> Option<Part> {
+    Some(Part {
+        slab: Arc::new(Slab::new(len)?),
+        at: 0,
+        len,
+    })
 }
 
-// SAFETY: the memory is owned, and only parts give views of it, each of bytes that no other part has.
-unsafe impl Send for Slab {}
-// SAFETY: as above.
-unsafe impl Sync for Slab {}
+#[derive(Debug)]
+struct Slab {
+    /// Nobody makes a reference to the whole of it.
+    map: MmapRaw,
+    /// Bytes before the first huge page.
+    before: usize,
+}
 
 impl Slab {
+    /// From the beginning of a huge page, if there is room for one.
     fn new(len: usize) -> Option<Slab> {
-        let mut map = MmapMut::map_anon(len.checked_add(HUGE)?).ok()?;
-        // The advice may fail: older kernels have no huge pages.
+        let room = if len < HUGE { 0 } else { HUGE };
+        let map = MmapMut::map_anon(len.max(1).checked_add(room)?).ok()?;
+        let before = map.as_ptr().align_offset(HUGE).min(room);
+        // Whole ones only: one that reached beyond the end would be touched as a whole. The advice may fail: older kernels
+        // have no huge pages.
         #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
-        let before = map.as_ptr().align_offset(HUGE).min(HUGE);
+        if room > 0 {
+            let _ = map.advise_range(memmap2::Advice::HugePage, before, len / HUGE * HUGE);
+        }
         Some(Slab {
-            start: NonNull::from(&mut map[before..]).cast(),
-            len,
-            _map: map,
+            map: MmapRaw::from(map),
+            before,
         })
+    }
+
+    /// Where byte `at` lies.
+    fn at(&self, at: usize) -> *mut u8 {
+        self.map.as_mut_ptr().wrapping_add(self.before + at)
     }
 }
 
@@ -87,14 +98,14 @@ impl Deref for Part {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: `take` made the part of bytes inside the slab, zeroed at first, that it gives no other part.
-        unsafe { std::slice::from_raw_parts(self.slab.start.as_ptr().add(self.at), self.len) }
+        unsafe { std::slice::from_raw_parts(self.slab.at(self.at), self.len) }
     }
 }
 
 impl DerefMut for Part {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as for `deref`; the part is borrowed for writing.
-        unsafe { std::slice::from_raw_parts_mut(self.slab.start.as_ptr().add(self.at), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.slab.at(self.at), self.len) }
     }
 }
 
@@ -147,6 +158,19 @@ mod tests {
         assert!(slab.upgrade().is_some());
         drop(second);
         assert!(slab.upgrade().is_none());
+        let slabs = Slabs::default();
+        let only = slabs.take(100).map(|part| Arc::downgrade(&part.slab));
+        assert!(
+            only.expect("memory can be had").upgrade().is_none(),
+            "an open one goes as well"
+        );
+        assert!(
+            slabs
+                .take(100)
+                .expect("memory can be had")
+                .iter()
+                .all(|b| *b == 0)
+        );
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub(crate) fn load_weight(
     usage: WeightUsage,
 ) -> Result<Tensor> {
     let matrix = match (usage.linear, usage.embed) {
-        (true, _) => Some(pack::pack_into(slabs, table, decl, bytes)?),
+        (true, _) => Some(pack::pack_into(|len| slabs.take(len), table, decl, bytes)?),
         (false, true) => Some(pack::keep(decl, bytes)?),
         (false, false) => None,
     };

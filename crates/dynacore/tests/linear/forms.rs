@@ -145,7 +145,7 @@ fn products_from_tiles_match_f64() {
                 let w = packed(table, dtype, rows, cols, &bytes);
                 let decoded = dynair::quant::decode(dtype, &bytes, rows * cols).expect("they were encoded");
                 for (kind, n) in [
-                    ("ordinary", 300),
+                    ("ordinary", 401),
                     ("huge", 33),
                     ("outliers", 16),
                     ("mixed", 9),
@@ -172,6 +172,26 @@ fn products_from_tiles_match_f64() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn products_from_tiles_do_not_depend_on_how_much_is_made_at_once() {
+    let mut random = Random(13);
+    for table in tile_tables() {
+        // Several chunks of K, blocks of rows, and runs of row groups whose sums wait together.
+        let (rows, cols, n) = (1200, 1792, 401);
+        let dtype = DType::Quant(QuantType::Q4K);
+        let bytes = weight_bytes(dtype, rows, cols, &mut random);
+        let w = packed(table, dtype, rows, cols, &bytes);
+        let x = activations("ordinary", n, cols, &mut random);
+        let out = product_from(Form::Tiles, table, &w, None, &x, &[]);
+        let split = product_from(Form::Tiles, table, &w, None, &x, &[16, 608]);
+        same_bits(&out, &split, "split");
+        for row in [0, 40, 223, 224, 400] {
+            let alone = product_from(Form::Tiles, table, &w, None, &x[row * cols..][..cols], &[]);
+            same_bits(&out[row * rows..][..rows], &alone, &format!("row {row} alone"));
         }
     }
 }

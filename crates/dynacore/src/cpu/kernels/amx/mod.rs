@@ -5,7 +5,7 @@
 //! Activations are rounded to bf16 and stand in *tiles* of 16 rows by 32 values of K, `[rows / 16][K / 32][16][32]`, a
 //! kibibyte each, in the order of the records' codes (see [`crate::cpu::kernels`]). Rows past the last are zero. Behind
 //! the tiles of 16 rows stands what the sums of each are multiplied with ([`expand`] says why). Weights are expanded,
-//! for more than 32 rows eight groups of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows
+//! for more than 32 rows a chunk of K of one or two row groups at a time, into tiles of 32 values of K by 16 rows
 //! of the weight: line p of a tile holds pair p of the group's codes for each row ([`expand`]). A tile product adds 16
 //! by 16 results in f32, and its lines are the 16 outputs of one row of activations, as everywhere.
 //!
@@ -174,6 +174,13 @@ pub(crate) unsafe fn product<const W: usize>(
     unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
 }
 
+/// At least `len` lines. They are not cleared: whoever takes them writes them first.
+fn grow(lines: &mut Vec<Line>, len: usize) {
+    if lines.len() < len {
+        lines.resize(len, Line::ZERO);
+    }
+}
+
 /// The next `W` of some parts.
 fn set<T, const W: usize>(parts: &mut impl Iterator<Item = T>) -> [T; W] {
     std::array::from_fn(|_| parts.next().expect("a part of each matrix"))
@@ -190,9 +197,9 @@ unsafe fn few_rows<const W: usize>(
     done: &mut impl FnMut(usize, usize, [&mut [[f32; ROWS]]; W]),
 ) {
     let Buffers { panel, sums, .. } = buffers;
-    panel.resize(few::ring_bytes() / size_of::<Line>(), Line::ZERO);
+    grow(panel, few::ring_bytes() / size_of::<Line>());
     let together = RUN * W;
-    sums.resize(together.min(args.weights.len()) * rows, Line::ZERO);
+    grow(sums, together.min(args.weights.len()) * rows);
     for (run, weights) in args.weights.chunks(together).enumerate() {
         let sums = Line::values(&mut sums[..weights.len() * rows]);
         for matrix in 0..W {
