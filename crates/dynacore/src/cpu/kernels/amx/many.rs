@@ -451,10 +451,7 @@ mod tests {
             run(4.0, 3.0, steps) >= steps - tries - 20 * Pace::TRY,
             "the core has changed"
         );
-        assert!(
-            run(1.0, 1.2, steps) <= tries + 2 * Pace::TRY,
-            "and changed back"
-        );
+        assert!(run(1.0, 1.2, steps) <= tries + 2 * Pace::TRY, "and changed back");
     }
 
     #[test]
