@@ -97,7 +97,7 @@ impl Deref for Part {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `take` made the part of bytes inside the slab, zeroed at first, that it gives no other part.
+        // SAFETY: the part was made of bytes inside the slab, zeroed at first, that no other part is given.
         unsafe { std::slice::from_raw_parts(self.slab.at(self.at), self.len) }
     }
 }
